@@ -1,0 +1,812 @@
+"""The two models of the job: the frozen target and the DFlash drafter (arXiv 2602.06036).
+
+Shape letters, as suffixes: T packed context tokens (the token budget), A anchors of a chunk, B block size,
+S = A*B block slots, K tapped layers, H hidden, N query heads, G key/value heads, D head size, V vocabulary.
+A packed row holds several documents one after another; `cu_seqlens` are their bounds in it.
+"""
+
+import dataclasses
+import inspect
+import itertools
+import json
+import math
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
+from torch.nn.attention.flex_attention import BlockMask, flex_attention
+from torch.nn.attention.varlen import varlen_attn
+from tqdm import tqdm
+
+FAMILIES = {
+    "LlamaForCausalLM": "llama",
+    "MistralForCausalLM": "mistral",
+    "Qwen2ForCausalLM": "qwen2",
+    "Qwen3ForCausalLM": "qwen3",
+}
+TILE = 128  # rows and columns of one flex_attention mask block
+VARLEN_GQA = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
+
+
+# ---------------------------------------------------------------------------------------------------------
+# Parts both models use
+
+
+class RMSNorm(nn.Module):
+    """Root-mean-square norm over the last dimension, computed in fp32, returned in the input's dtype."""
+
+    def __init__(self, size: int, eps: float):
+        super().__init__()
+        self.eps = eps
+        self.weight = nn.Parameter(torch.ones(size))
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = x.float()
+        wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)
+        return (wide * self.weight.float()).to(x.dtype)
+
+
+def linear(x: Tensor, layer: nn.Linear) -> Tensor:
+    """`layer(x)` in the dtype of x: the drafter keeps fp32 master weights and computes in bf16."""
+    bias = None if layer.bias is None else layer.bias.to(x.dtype)
+    return F.linear(x, layer.weight.to(x.dtype), bias)
+
+
+def rope_frequencies(head_dim: int, theta: float, scaling: dict | None) -> Tensor:
+    """Inverse RoPE frequencies, fp32 [D/2], after default, linear or llama3 scaling.
+
+    Always fp32: in bf16 the angles are off by radians at a few thousand positions.
+    """
+    freq = 1.0 / theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32, device="cpu") / head_dim)
+    kind = (scaling or {}).get("rope_type", (scaling or {}).get("type", "default"))
+    if kind == "linear":
+        return freq / scaling["factor"]
+    if kind == "llama3":
+        low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
+        turns = scaling["original_max_position_embeddings"] * freq / (2 * math.pi)
+        keep = ((turns - low) / (high - low)).clamp(
+            0, 1
+        )  # 1: a short wave, unchanged; 0: a long one, stretched
+        return freq * keep + freq / scaling["factor"] * (1 - keep)
+    return freq
+
+
+def rope_angles(positions: Tensor, freq: Tensor) -> tuple[Tensor, Tensor]:
+    """Positions [...] to (cos, sin), fp32 [..., D], the halves repeated."""
+    angle = positions.float()[..., None] * freq
+    angle = torch.cat([angle, angle], -1)
+    return angle.cos(), angle.sin()
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """RoPE on [tokens, heads, D] with (cos, sin) [tokens, D]."""
+    wide = x.float()
+    first, second = wide.chunk(2, -1)
+    turned = torch.cat([-second, first], -1)
+    return (wide * cos[:, None] + turned * sin[:, None]).to(x.dtype)
+
+
+# ---------------------------------------------------------------------------------------------------------
+# Target
+
+
+@dataclasses.dataclass(frozen=True)
+class TargetConfig:
+    """What blockdraft needs to know of a Hugging Face decoder folder. `windows[i]`: 0 is full attention."""
+
+    family: str
+    hidden: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    intermediate: int
+    vocab: int
+    eps: float
+    rope_theta: float
+    rope_scaling: dict | None
+    tied: bool
+    qkv_bias: bool
+    out_bias: bool
+    mlp_bias: bool
+    qk_norm: bool
+    windows: tuple[int, ...]
+    max_position: int
+
+    @staticmethod
+    def from_folder(folder: str | Path) -> "TargetConfig":
+        """Read `config.json`; ValueError names what is missing or not supported, and what is."""
+        path = Path(folder) / "config.json"
+        try:
+            c = json.loads(path.read_text(encoding="utf-8"))
+        except OSError as error:
+            raise ValueError(
+                f"{path}: cannot be read ({error.strerror}): --target takes a model folder"
+            ) from None
+        except ValueError as error:
+            raise ValueError(f"{path}: not JSON ({error}): fetch the model folder again") from None
+        architecture = (c.get("architectures") or ["none"])[0] if isinstance(c, dict) else "none"
+        if architecture not in FAMILIES:
+            raise ValueError(
+                f"{path}: architecture {architecture} is not supported: use one of {', '.join(FAMILIES)}"
+            )
+        try:
+            return _parse_target(c, FAMILIES[architecture])
+        except KeyError as error:
+            raise ValueError(f"{path}: the field {error} is missing: fetch the model folder again") from None
+        except (TypeError, AttributeError, ValueError) as error:
+            raise ValueError(f"{path}: {error}") from None
+
+
+def _parse_target(c: dict, family: str) -> TargetConfig:
+    if c.get("hidden_act", "silu") != "silu":
+        raise ValueError(f"hidden_act {c['hidden_act']} is not supported: use a model with silu")
+    rope = dict(c.get("rope_parameters") or c.get("rope_scaling") or {})
+    theta = rope.pop("rope_theta", None) or c.get("rope_theta", 10000.0)
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if kind not in ("default", "linear", "llama3") or rope.get("partial_rotary_factor", 1.0) != 1.0:
+        raise ValueError(
+            f"RoPE scaling {kind!r} is not supported: use a model with default, linear or llama3"
+        )
+    sizes = {
+        k: c[k] for k in ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size")
+    }
+    sizes["vocab_size"] = c["vocab_size"]
+    for name, size in sizes.items():
+        if not isinstance(size, int) or size < 1:
+            raise ValueError(f"{name} is {size!r}, not a positive number: fetch the model folder again")
+    layers, heads = c["num_hidden_layers"], c["num_attention_heads"]
+    kv_heads = c.get("num_key_value_heads") or heads
+    if heads % kv_heads:
+        raise ValueError(f"{heads} query heads are not a multiple of {kv_heads} key/value heads")
+    window = c.get("sliding_window") or 0
+    if family in ("qwen2", "qwen3") and not c.get("use_sliding_window"):
+        window = 0
+    kinds = c.get("layer_types")
+    if kinds is None:
+        first = c.get("max_window_layers", 0) if family in ("qwen2", "qwen3") else 0
+        kinds = ["sliding_attention" if i >= first else "full_attention" for i in range(layers)]
+    bias = bool(c.get("attention_bias", False)) and family != "mistral"
+    return TargetConfig(
+        family=family,
+        hidden=c["hidden_size"],
+        layers=layers,
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=c.get("head_dim") or c["hidden_size"] // heads,
+        intermediate=c["intermediate_size"],
+        vocab=c["vocab_size"],
+        eps=float(c.get("rms_norm_eps", 1e-6)),
+        rope_theta=float(theta),
+        rope_scaling=rope if kind != "default" else None,
+        tied=bool(c.get("tie_word_embeddings", False)),
+        qkv_bias=bias or family == "qwen2",
+        out_bias=bias and family != "qwen2",
+        mlp_bias=bool(c.get("mlp_bias", False)) and family == "llama",
+        qk_norm=family == "qwen3",
+        windows=tuple(window if kind == "sliding_attention" else 0 for kind in kinds),
+        max_position=c.get("max_position_embeddings", 2048),
+    )
+
+
+def tap_layers(layers: int, taps: int) -> list[int]:
+    """0-based ids of the tapped layers, whose outputs are the features; the last layer is never tapped."""
+    if taps < 1 or layers < 1:
+        raise ValueError(f"cannot tap {taps} of {layers} layers: both must be at least 1")
+    if taps == 1:
+        return [layers // 2] if layers > 1 else [0]
+    if layers - 3 >= taps:
+        return [round(1 + i * (layers - 4) / (taps - 1)) for i in range(taps)]
+    taps = min(taps, max(1, layers - 1))
+    return [0] if taps == 1 else [round(i * (layers - 2) / (taps - 1)) for i in range(taps)]
+
+
+def packed_causal_attention(
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, longest: int, window: int
+) -> Tensor:
+    """Causal attention inside each document of a packed row.
+
+    q [T, N, D], k and v [T, G, D], cu_seqlens int32 [documents+1] on q's device, `longest` at least the
+    longest document, window 0 for full attention. Rows after the last document are zeros.
+    """
+    if q.is_cuda:
+        span = (window - 1 if window else -1, 0)
+        out = varlen_attn(q, k, v, cu_seqlens, cu_seqlens, longest, longest, window_size=span, **VARLEN_GQA)
+        real = (
+            torch.arange(len(q), device=q.device) < cu_seqlens[-1]
+        )  # the kernel leaves the other rows unwritten
+        return torch.where(real[:, None, None], out, 0)
+    out = torch.zeros_like(q)
+    bounds = cu_seqlens.tolist()
+    for start, end in itertools.pairwise(bounds):
+        if end == start:
+            continue
+        mask = None
+        if window:
+            row = torch.arange(end - start)
+            mask = (row[:, None] >= row) & (row[:, None] - row < window)
+        one = (t[None, start:end].transpose(1, 2) for t in (q, k, v))
+        done = F.scaled_dot_product_attention(*one, attn_mask=mask, is_causal=mask is None, enable_gqa=True)
+        out = out.index_copy(0, torch.arange(start, end), done[0].transpose(0, 1))
+    return out
+
+
+class TargetLayer(nn.Module):
+    """Pre-norm decoder layer; q, k, v and gate, up are fused, since frozen weights allow larger products."""
+
+    def __init__(self, c: TargetConfig, window: int):
+        super().__init__()
+        self.c, self.window = c, window
+        self.qkv_proj = nn.Linear(c.hidden, (c.heads + 2 * c.kv_heads) * c.head_dim, bias=c.qkv_bias)
+        self.o_proj = nn.Linear(c.heads * c.head_dim, c.hidden, bias=c.out_bias)
+        self.gate_up_proj = nn.Linear(c.hidden, 2 * c.intermediate, bias=c.mlp_bias)
+        self.down_proj = nn.Linear(c.intermediate, c.hidden, bias=c.mlp_bias)
+        self.input_layernorm = RMSNorm(c.hidden, c.eps)
+        self.post_attention_layernorm = RMSNorm(c.hidden, c.eps)
+        if c.qk_norm:
+            self.q_norm, self.k_norm = RMSNorm(c.head_dim, c.eps), RMSNorm(c.head_dim, c.eps)
+
+    def qkv(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """x [T, H] to rotated q [T, N, D], rotated k and plain v [T, G, D]."""
+        c = self.c
+        fused = self.qkv_proj(self.input_layernorm(x)).unflatten(-1, (-1, c.head_dim))
+        q, k, v = fused.split([c.heads, c.kv_heads, c.kv_heads], dim=-2)
+        if c.qk_norm:
+            q, k = self.q_norm(q), self.k_norm(k)
+        return rotate(q, cos, sin), rotate(k, cos, sin), v
+
+    def mlp(self, x: Tensor) -> Tensor:
+        gate, up = self.gate_up_proj(self.post_attention_layernorm(x)).chunk(2, -1)
+        return x + self.down_proj(F.silu(gate) * up)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, cu_seqlens: Tensor, longest: int) -> Tensor:
+        q, k, v = self.qkv(x, cos, sin)
+        out = packed_causal_attention(q, k, v.contiguous(), cu_seqlens, longest, self.window)
+        return self.mlp(x + self.o_proj(out.flatten(1)))
+
+
+class Target(nn.Module):
+    """The frozen LLM. `layers` fewer than the config's: only that many are built (training stops early)."""
+
+    def __init__(self, c: TargetConfig, layers: int | None = None, head: bool = True):
+        super().__init__()
+        self.c = c
+        self.embed_tokens = nn.Embedding(c.vocab, c.hidden)
+        self.layers = nn.ModuleList(TargetLayer(c, c.windows[i]) for i in range(layers or c.layers))
+        self.norm = RMSNorm(c.hidden, c.eps) if head else None
+        self.lm_head = nn.Linear(c.hidden, c.vocab, bias=False) if head and not c.tied else None
+        # A plain attribute, not a buffer: `.to(bfloat16)` must never reach it.
+        self.freq = rope_frequencies(c.head_dim, c.rope_theta, c.rope_scaling)
+
+    @staticmethod
+    def load(
+        folder: str | Path,
+        device: torch.device | str = "cpu",
+        dtype: torch.dtype = torch.float32,
+        layers: int | None = None,
+        head: bool = True,
+        progress: bool = False,
+    ) -> "Target":
+        """Stream the weights of a Hugging Face folder shard by shard to the device, frozen, in `dtype`.
+
+        `layers` and `head` leave out what training never runs. ValueError for a missing, extra or misshapen
+        weight.
+        """
+        c = TargetConfig.from_folder(folder)
+        with torch.device("meta"):
+            target = Target(c, layers, head)
+        target = target.to(dtype).to_empty(device=device).requires_grad_(False).eval()
+        places = {name: place for name, place in _weight_places(target)}
+        for name, weight in read_weights(folder, _expected_names(c), set(places), device, progress):
+            place = places[name]
+            if place.shape != weight.shape:
+                raise ValueError(
+                    f"{folder}: {name} is {list(weight.shape)}, config.json says {list(place.shape)}"
+                )
+            place.copy_(weight)
+        return target
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        return self.embed_tokens(tokens)
+
+    @property
+    def head_VH(self) -> Tensor:
+        return self.embed_tokens.weight if self.lm_head is None else self.lm_head.weight
+
+    def hidden_states(
+        self, tokens_T: Tensor, positions_T: Tensor, cu_seqlens: Tensor, longest: int
+    ) -> Iterator[Tensor]:
+        """The output [T, H] of each built layer in turn, for packed documents."""
+        cos, sin = rope_angles(positions_T, self.freq.to(tokens_T.device))
+        x = self.embed(tokens_T)
+        for layer in self.layers:
+            x = layer(x, cos, sin, cu_seqlens, longest)
+            yield x
+
+    def features(
+        self,
+        tokens_T: Tensor,
+        positions_T: Tensor,
+        cu_seqlens: Tensor,
+        longest: int,
+        ids: list[int],
+        out_TKH: Tensor | None = None,
+    ) -> Tensor:
+        """Outputs of the tapped layers side by side, [T, K*H]; stops after the last of them.
+
+        cu_seqlens int32 [documents+1] must not run past the last real token; rows after it are zeros.
+        longest: an upper bound of the documents' lengths. Writes into `out_TKH` where given.
+        """
+        if out_TKH is None:
+            out_TKH = torch.empty(
+                len(tokens_T), len(ids) * self.c.hidden, device=tokens_T.device, dtype=self.dtype
+            )
+        hidden = self.c.hidden
+        for i, x in enumerate(self.hidden_states(tokens_T, positions_T, cu_seqlens, longest)):
+            if i in ids:
+                at = ids.index(i)
+                out_TKH[:, at * hidden : (at + 1) * hidden] = x
+            if i == max(ids):
+                break
+        return out_TKH
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.embed_tokens.weight.dtype
+
+    def logits(self, tokens_T: Tensor, positions_T: Tensor, cu_seqlens: Tensor, longest: int) -> Tensor:
+        """Next-token logits [T, V] of packed documents."""
+        *_, last = self.hidden_states(tokens_T, positions_T, cu_seqlens, longest)
+        return F.linear(self.norm(last), self.head_VH)
+
+
+def _expected_names(c: TargetConfig) -> set[str]:
+    """Every weight name the folder of such a model holds."""
+    with torch.device("meta"):
+        return {name for name, _ in _weight_places(Target(c))}
+
+
+def _weight_places(target: Target) -> Iterator[tuple[str, Tensor]]:
+    """Hugging Face's weight names with the (parts of) our parameters they fill."""
+    c = target.c
+    q, kv = c.heads * c.head_dim, c.kv_heads * c.head_dim
+    fused = {"qkv_proj": ("self_attn", ("q_proj", "k_proj", "v_proj"), (q, kv, kv))}
+    fused["gate_up_proj"] = ("mlp", ("gate_proj", "up_proj"), (c.intermediate, c.intermediate))
+    groups = {"o_proj": "self_attn.", "q_norm": "self_attn.", "k_norm": "self_attn.", "down_proj": "mlp."}
+    for name, p in target.named_parameters():
+        if not name.startswith("layers."):
+            yield (name if name.startswith("lm_head") else f"model.{name}"), p.data
+            continue
+        _, i, part, kind = name.split(".")
+        if part in fused:
+            group, names, sizes = fused[part]
+            for piece, place in zip(names, p.data.split(sizes), strict=True):
+                yield f"model.layers.{i}.{group}.{piece}.{kind}", place
+        else:
+            yield f"model.layers.{i}.{groups.get(part, '')}{part}.{kind}", p.data
+
+
+def weight_files(folder: str | Path) -> list[Path]:
+    """The safetensors files of a model folder, one or many; paths in the index cannot leave the folder."""
+    folder = Path(folder)
+    index = folder / "model.safetensors.index.json"
+    if not index.exists():
+        return [folder / "model.safetensors"]
+    try:
+        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+    except (ValueError, KeyError, AttributeError, TypeError) as error:
+        raise ValueError(f"{index}: not a weight index ({error}): fetch the model folder again") from None
+    for name in names:
+        if not isinstance(name, str) or Path(name).name != name:
+            raise ValueError(
+                f"{index}: {name!r} is not a file of this folder: do not trust this model folder"
+            )
+    return [folder / name for name in names]
+
+
+def read_weights(
+    folder: str | Path,
+    expected: set[str],
+    wanted: set[str],
+    device: torch.device | str,
+    progress: bool = False,
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield (name, tensor on device) for each wanted weight; what is missing or not expected is an error."""
+    missing = set(expected)
+    with tqdm(total=len(wanted), desc="loading weights", unit="", disable=not progress, leave=False) as bar:
+        for path in weight_files(folder):
+            try:
+                with safe_open(path, framework="pt", device=str(device)) as shard:
+                    names = set(shard.keys())
+                    # A tied head may be stored as well; rotary frequencies are computed, never read.
+                    extra = {
+                        n for n in names - expected if n != "lm_head.weight" and not n.endswith("inv_freq")
+                    }
+                    if extra:
+                        raise ValueError(
+                            f"{path}: unexpected weight {min(extra)}: config.json is of another model"
+                        )
+                    missing -= names
+                    for name in sorted(names & wanted):
+                        yield name, shard.get_tensor(name)
+                        bar.update()
+            except FileNotFoundError:
+                raise ValueError(f"{path}: not found: fetch the model folder again") from None
+            except SafetensorError as error:
+                raise ValueError(f"{path}: not a whole safetensors file ({error}): fetch it again") from None
+    if missing:
+        raise ValueError(
+            f"{folder}: weight {min(missing)} is missing ({len(missing)} in all): fetch the folder again"
+        )
+
+
+def load_embedding_and_head(
+    folder: str | Path, device: torch.device | str, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """The target's frozen (embedding [V, H], head [V, H]) for a drafter rank; a tied head is the
+    embedding.
+    """
+    c = TargetConfig.from_folder(folder)
+    names = {"model.embed_tokens.weight"} | (set() if c.tied else {"lm_head.weight"})
+    found = {name: w.to(dtype) for name, w in read_weights(folder, _expected_names(c), names, device)}
+    for name, w in found.items():
+        if list(w.shape) != [c.vocab, c.hidden]:
+            raise ValueError(f"{folder}: {name} is {list(w.shape)}, config.json says {[c.vocab, c.hidden]}")
+    embedding = found["model.embed_tokens.weight"]
+    return embedding, embedding if c.tied else found["lm_head.weight"]
+
+
+# ---------------------------------------------------------------------------------------------------------
+# Who attends to whom
+
+
+@dataclasses.dataclass
+class Blocks:
+    """The blocks of a chunk of anchors. Tensors on the compute device.
+
+    ids_S: slot 0 the real token, the rest the mask token. positions_S: in the document. starts_A, ends_A:
+    each anchor sees the context rows [start, end) of the packed row, strictly before itself. labels_AB.
+    weights_AB: 0 where the label is not supervised or beyond the document, in unused slots and at slot 0.
+    real_A: not padding.
+    """
+
+    ids_S: Tensor
+    positions_S: Tensor
+    starts_A: Tensor
+    ends_A: Tensor
+    labels_AB: Tensor
+    weights_AB: Tensor
+    real_A: Tensor
+
+
+def slot_weights(block_size: int, gamma: float, device: torch.device | str = "cpu") -> Tensor:
+    """Loss weight of each slot, fp32 [B]: exp(-(k-1)/gamma), 0 for slot 0 (paper, training loss)."""
+    k = torch.arange(block_size, device=device, dtype=torch.float32)
+    return torch.where(k > 0, torch.exp(-(k - 1) / gamma), 0.0)
+
+
+def default_gamma(block_size: int) -> float:
+    """7, 5, 4 for B = 16, 10, 8, linear between; B/2 below 8; 7 + (B-16)/3 above 16."""
+    if block_size <= 8:
+        return block_size / 2
+    if block_size <= 10:
+        return 4 + (block_size - 8) / 2
+    return 5 + (block_size - 10) / 3 if block_size <= 16 else 7 + (block_size - 16) / 3
+
+
+def make_blocks(
+    tokens_T: Tensor,
+    positions_T: Tensor,
+    doc_T: Tensor,
+    mask_T: Tensor,
+    anchors_A: Tensor,
+    block_size: int,
+    gamma: float,
+    mask_token: int,
+) -> Blocks:
+    """Blocks for anchors (packed index, -1 for an unused slot); all tensors on one device, no host sync."""
+    real_A = anchors_A >= 0
+    at_A = anchors_A.clamp(min=0)
+    slot_B = torch.arange(block_size, device=tokens_T.device)
+    index_AB = at_A[:, None] + slot_B
+    inside_AB = (index_AB < len(tokens_T)) & real_A[:, None]
+    index_AB = index_AB.clamp(max=len(tokens_T) - 1)
+    same_AB = inside_AB & (doc_T[index_AB] == doc_T[at_A][:, None])
+    supervised_AB = same_AB & mask_T[index_AB].bool() & (slot_B > 0)
+    ids_AB = torch.full_like(index_AB, mask_token)
+    ids_AB[:, 0] = tokens_T[at_A]
+    positions_A = positions_T[at_A]
+    return Blocks(
+        ids_S=ids_AB.flatten(),
+        positions_S=(positions_A[:, None] + slot_B).flatten(),
+        starts_A=torch.where(real_A, at_A - positions_A, 0),
+        ends_A=torch.where(real_A, at_A, 0),
+        labels_AB=tokens_T[index_AB],
+        weights_AB=supervised_AB * slot_weights(block_size, gamma, tokens_T.device),
+        real_A=real_A,
+    )
+
+
+def sees(starts_A: Tensor, ends_A: Tensor, context: int, block_size: int, window: int = 0) -> Callable:
+    """The attention rule as a flex_attention mask_mod: may slot `q` see key `kv`?
+
+    Keys are the `context` packed tokens, then the S block slots. A slot sees the context of its own document
+    strictly before its anchor and all slots of its own block. With a window of W tokens (a sliding layer):
+    context from position anchor+k-(W-1) on, and the block causally.
+    """
+
+    def mask_mod(b, h, q, kv):
+        anchor, slot = q // block_size, q % block_size
+        start = starts_A[anchor]
+        own = (kv >= context) & ((kv - context) // block_size == anchor)
+        if window:
+            start = torch.maximum(start, ends_A[anchor] + slot - (window - 1))
+            own = own & ((kv - context) % block_size <= slot)
+        return (kv >= start) & (kv < torch.clamp(ends_A[anchor], max=context)) | own
+
+    return mask_mod
+
+
+def dense_mask(starts_A: Tensor, ends_A: Tensor, context: int, block_size: int, window: int = 0) -> Tensor:
+    """`sees` written out, bool [S, context+S]: the CPU route and the oracle of the block mask."""
+    slots = len(starts_A) * block_size
+    q = torch.arange(slots, device=starts_A.device)[:, None]
+    kv = torch.arange(context + slots, device=starts_A.device)[None, :]
+    return sees(starts_A, ends_A, context, block_size, window)(None, None, q, kv)
+
+
+def block_mask(starts_A: Tensor, ends_A: Tensor, context: int, block_size: int, window: int = 0) -> BlockMask:
+    """`sees` as a flex BlockMask, its tiles found from the anchors' ranges: no S x (T+S) mask is ever formed.
+
+    `context` must be a multiple of TILE. A context tile is needed when any range of the row's anchors meets
+    it, and full (no element mask) when every one covers it; window layers treat every tile as partial.
+    """
+    assert context % TILE == 0, context
+    device, slots = starts_A.device, len(starts_A) * block_size
+    rows, columns = -(-slots // TILE), context // TILE
+    group = math.gcd(TILE, block_size)  # slots of a tile that surely share their anchor
+    first = torch.arange(rows * TILE // group, device=device) * group
+    anchor = (first // block_size).clamp(max=len(starts_A) - 1)
+    used = (first < slots).view(rows, -1, 1)
+    start, end = starts_A[anchor].view(rows, -1, 1), ends_A[anchor].view(rows, -1, 1)
+    if window:  # the smallest start over the slots of a block: a superset of the needed tiles
+        start = torch.maximum(start, end - (window - 1))
+    low = torch.arange(columns, device=device) * TILE
+    meets = (used & (start < low + TILE) & (end > low) & (end > start)).any(1)
+    covers = ((start <= low) & (end >= low + TILE) & used).all(1)
+    if window:
+        covers = torch.zeros_like(covers)
+    # The blocks' own slots: tile row i meets the slot tiles its blocks reach into, all of them partial.
+    row = torch.arange(rows, device=device)[:, None] * TILE
+    reach_low, reach_high = row // block_size * block_size, ((row + TILE - 1) // block_size + 1) * block_size
+    column = torch.arange(rows, device=device)[None, :] * TILE
+    own = (column < reach_high) & (column + TILE > reach_low)
+    partial = torch.cat([meets & ~covers, own], 1)
+    full = torch.cat([covers, torch.zeros_like(own)], 1)
+    listed = [_tile_list(tiles) for tiles in (partial, full)]
+    return BlockMask.from_kv_blocks(
+        *listed[0],
+        *listed[1],
+        BLOCK_SIZE=TILE,
+        mask_mod=sees(starts_A, ends_A, context, block_size, window),
+        seq_lengths=(slots, context + slots),
+    )
+
+
+def _tile_list(tiles: Tensor) -> tuple[Tensor, Tensor]:
+    """Bool tiles [rows, columns] as BlockMask wants them: counts [1, 1, rows], indices [1, 1,
+    rows, columns]
+    """
+    order = torch.argsort(tiles.to(torch.uint8), dim=1, descending=True, stable=True)
+    return tiles.sum(1).to(torch.int32)[None, None], order.to(torch.int32)[None, None].contiguous()
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask | Tensor) -> Tensor:
+    """q [S, N, D], k and v [T+S, G, D] to [S, N*D]: flex under a BlockMask, dense under a bool mask."""
+    q, k, v = (t.transpose(0, 1)[None] for t in (q, k, v))
+    if isinstance(mask, BlockMask):
+        out = flex_attention(q, k, v, block_mask=mask, enable_gqa=True)
+    else:
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)
+    return out[0].transpose(0, 1).flatten(1)
+
+
+# ---------------------------------------------------------------------------------------------------------
+# Drafter
+
+
+@dataclasses.dataclass(frozen=True)
+class DrafterConfig:
+    """Shape of a drafter; `of` takes everything but depth and block size from the target."""
+
+    hidden: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    intermediate: int
+    vocab: int
+    eps: float
+    rope_theta: float
+    rope_scaling: dict | None
+    layers: int
+    block_size: int
+    ids: tuple[int, ...]
+    target_layers: int
+    mask_token: int
+    max_position: int
+    windows: tuple[int, ...] = ()
+
+    @staticmethod
+    def of(t: TargetConfig, layers: int, block_size: int, taps: int, mask_token: int) -> "DrafterConfig":
+        same = {f.name: getattr(t, f.name) for f in dataclasses.fields(DrafterConfig) if hasattr(t, f.name)}
+        same |= dict(layers=layers, block_size=block_size, mask_token=mask_token, windows=(0,) * layers)
+        return DrafterConfig(**same, ids=tuple(tap_layers(t.layers, taps)), target_layers=t.layers)
+
+
+class DrafterLayer(nn.Module):
+    """Qwen3-style pre-norm layer whose keys and values are [context ; block], queries the block only."""
+
+    def __init__(self, c: DrafterConfig):
+        super().__init__()
+        self.head_dim = c.head_dim
+        self.q_proj = nn.Linear(c.hidden, c.heads * c.head_dim, bias=False)
+        self.k_proj = nn.Linear(c.hidden, c.kv_heads * c.head_dim, bias=False)
+        self.v_proj = nn.Linear(c.hidden, c.kv_heads * c.head_dim, bias=False)
+        self.o_proj = nn.Linear(c.heads * c.head_dim, c.hidden, bias=False)
+        self.q_norm, self.k_norm = RMSNorm(c.head_dim, c.eps), RMSNorm(c.head_dim, c.eps)
+        self.gate_proj = nn.Linear(c.hidden, c.intermediate, bias=False)
+        self.up_proj = nn.Linear(c.hidden, c.intermediate, bias=False)
+        self.down_proj = nn.Linear(c.intermediate, c.hidden, bias=False)
+        self.input_layernorm = RMSNorm(c.hidden, c.eps)
+        self.post_attention_layernorm = RMSNorm(c.hidden, c.eps)
+
+    def split_heads(self, x: Tensor) -> Tensor:
+        return x.unflatten(-1, (-1, self.head_dim))
+
+    def keys_values(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        """x [tokens, H] to rotated keys and values [tokens, G, D]; one projection for context and block."""
+        k = self.k_norm(self.split_heads(linear(x, self.k_proj)))
+        return rotate(k, cos, sin), self.split_heads(linear(x, self.v_proj))
+
+    def forward(
+        self, x_SH: Tensor, ctx_k: Tensor, ctx_v: Tensor, cos: Tensor, sin: Tensor, mask: BlockMask | Tensor
+    ) -> Tensor:
+        """Block states [S, H], context keys and values [T, G, D], angles [S, D] to block states [S, H]."""
+        h = self.input_layernorm(x_SH)
+        q = rotate(self.q_norm(self.split_heads(linear(h, self.q_proj))), cos, sin)
+        k, v = self.keys_values(h, cos, sin)
+        x_SH = x_SH + linear(attend(q, torch.cat([ctx_k, k]), torch.cat([ctx_v, v]), mask), self.o_proj)
+        h = self.post_attention_layernorm(x_SH)
+        return x_SH + linear(F.silu(linear(h, self.gate_proj)) * linear(h, self.up_proj), self.down_proj)
+
+
+ContextKV = list[tuple[Tensor, Tensor]]
+
+
+class Drafter(nn.Module):
+    """The block-diffusion drafter: context from the target's features, blocks of mask tokens, the target's
+    head.
+
+    `embedding` and `head` [V, H] are the target's, as plain attributes: neither saved nor trained.
+    `run_layer` and `run_loss` are what a step calls: train.py puts compiled handles there; saving and
+    decoding go through the module itself.
+    """
+
+    def __init__(self, c: DrafterConfig, embedding: Tensor, head: Tensor, seed: int = 0):
+        super().__init__()
+        self.c = c
+        self.fc = nn.Linear(len(c.ids) * c.hidden, c.hidden, bias=False)
+        self.hidden_norm = RMSNorm(c.hidden, c.eps)
+        self.layers = nn.ModuleList(DrafterLayer(c) for _ in range(c.layers))
+        self.norm = RMSNorm(c.hidden, c.eps)
+        self.embedding, self.head = embedding.detach(), head.detach()
+        self.freq = rope_frequencies(c.head_dim, c.rope_theta, c.rope_scaling)
+        self.run_layer: Callable = DrafterLayer.forward
+        self.run_loss: Callable = cross_entropy_rows
+        self._reset(seed)
+
+    @torch.no_grad()
+    def _reset(self, seed: int) -> None:
+        """Initial weights from a CPU generator, the same on every rank and device.
+
+        The final norm starts at 1/|head row|, so that the first logits have unit spread: with a weight of 1
+        before a large tied head the loss starts several times above ln V and the first hundred steps only
+        undo that.
+        """
+        random = torch.Generator().manual_seed(seed)
+        for name, p in self.named_parameters():
+            if p.dim() == 2 and p.device.type != "meta":
+                scale = p.shape[1] ** -0.5
+                if name.endswith(("o_proj.weight", "down_proj.weight")):
+                    scale /= math.sqrt(2 * self.c.layers)
+                p.copy_(torch.randn(p.shape, generator=random) * scale)
+        if self.norm.weight.device.type != "meta" and self.head.device.type != "meta":
+            self.norm.weight.fill_(1.0 / self.head.float().norm(dim=1).mean().item())
+
+    def context(self, features_TKH: Tensor) -> Tensor:
+        """ctx [T, H] = RMSNorm(fc(features)); computed once and shared by all layers."""
+        return self.hidden_norm(linear(features_TKH, self.fc))
+
+    def context_keys_values(self, features_TKH: Tensor, positions_T: Tensor) -> ContextKV:
+        """Each layer's context keys and values [T, G, D]; no layer norm on the context."""
+        ctx = self.context(features_TKH)
+        cos, sin = rope_angles(positions_T, self.freq.to(ctx.device))
+        return [layer.keys_values(ctx, cos, sin) for layer in self.layers]
+
+    def hidden(self, kv: ContextKV, blocks: Blocks) -> Tensor:
+        """Final normed block states [S, H] for the blocks of a chunk."""
+        x = F.embedding(blocks.ids_S, self.embedding)
+        cos, sin = rope_angles(blocks.positions_S, self.freq.to(x.device))
+        ranges = (blocks.starts_A, blocks.ends_A, len(kv[0][0]), self.c.block_size)
+        make = block_mask if x.is_cuda else dense_mask
+        masks = {window: make(*ranges, window) for window in set(self.c.windows)}
+        for layer, (k, v), window in zip(self.layers, kv, self.c.windows, strict=True):
+            x = self.run_layer(layer, x, k, v, cos, sin, masks[window])
+        return self.norm(x)
+
+    def forward(self, kv: ContextKV, blocks: Blocks) -> tuple[Tensor, Tensor]:
+        """Plain weighted loss sum (fp32 scalar) and the predicted tokens [A, B-1] of a chunk."""
+        h = self.hidden(kv, blocks).unflatten(0, (-1, self.c.block_size))[:, 1:].flatten(0, 1)
+        labels, weights = blocks.labels_AB[:, 1:].flatten(), blocks.weights_AB[:, 1:].flatten()
+        loss, predicted = ChunkedCrossEntropy.apply(h, self.head, labels, weights, self.run_loss)
+        return loss, predicted.unflatten(0, (-1, self.c.block_size - 1))
+
+
+# ---------------------------------------------------------------------------------------------------------
+# Loss
+
+
+def cross_entropy_rows(logits: Tensor, labels: Tensor, weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Weighted loss sum, argmax and d loss / d logits of some rows; logits [rows, V] in any dtype."""
+    wide = logits.float()
+    top, predicted = wide.max(-1)
+    e = torch.exp(wide - top[:, None])
+    z = e.sum(-1)
+    picked = wide.gather(1, labels[:, None])[:, 0]
+    loss = (weights * (top + z.log() - picked)).sum()
+    hit = torch.arange(wide.shape[1], device=wide.device) == labels[:, None]
+    grad = (e * (weights / z)[:, None] - torch.where(hit, weights[:, None], 0.0)).to(logits.dtype)
+    return loss, predicted, grad
+
+
+class ChunkedCrossEntropy(torch.autograd.Function):
+    """sum_i w_i * CE(h_i @ head.T, label_i) without ever holding all the logits.
+
+    The head is frozen, so the gradient with respect to h is formed in the forward pass from the same logits:
+    two matrix products for a chunk of rows and no recompute. Only the loss carries a gradient.
+    """
+
+    ELEMENTS = 1 << 28  # logits at a time: 0.5 GiB in bf16
+
+    @staticmethod
+    def forward(ctx, h, head, labels, weights, run_rows):
+        rows = max(1, ChunkedCrossEntropy.ELEMENTS // head.shape[0])
+        parts = -(-len(h) // rows)
+        rows = -(-len(h) // parts)
+        grad = torch.empty_like(h) if ctx.needs_input_grad[0] else None
+        loss, predicted = h.new_zeros((), dtype=torch.float32), []
+        for lo in range(0, len(h), rows):
+            part = slice(lo, lo + rows)
+            part_loss, part_predicted, grad_logits = run_rows(h[part] @ head.T, labels[part], weights[part])
+            loss += part_loss
+            predicted.append(part_predicted)
+            if grad is not None:
+                torch.mm(grad_logits, head, out=grad[part])
+        predicted = torch.cat(predicted)
+        ctx.mark_non_differentiable(predicted)
+        ctx.save_for_backward(grad)
+        return loss, predicted
+
+    @staticmethod
+    def backward(ctx, grad_loss, _):
+        (grad,) = ctx.saved_tensors
+        return grad * grad_loss.to(grad.dtype), None, None, None, None
+
+
+def matching_prefix(predicted_AB: Tensor, labels_AB: Tensor, weights_AB: Tensor) -> Tensor:
+    """Drafted tokens that match before the first miss or unsupervised slot, int64 [A]; slots 1..B-1 given."""
+    right = (predicted_AB == labels_AB) & (weights_AB > 0)
+    return right.long().cumprod(1).sum(1)
