@@ -144,13 +144,7 @@ class TargetConfig:
 def _parse_target(c: dict, family: str) -> TargetConfig:
     if c.get("hidden_act", "silu") != "silu":
         raise ValueError(f"hidden_act {c['hidden_act']} is not supported: use a model with silu")
-    rope = dict(c.get("rope_parameters") or c.get("rope_scaling") or {})
-    theta = rope.pop("rope_theta", None) or c.get("rope_theta", 10000.0)
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    if kind not in ("default", "linear", "llama3") or rope.get("partial_rotary_factor", 1.0) != 1.0:
-        raise ValueError(
-            f"RoPE scaling {kind!r} is not supported: use a model with default, linear or llama3"
-        )
+    theta, scaling = _parse_rope(c)
     sizes = {
         k: c[k] for k in ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size")
     }
@@ -163,12 +157,18 @@ def _parse_target(c: dict, family: str) -> TargetConfig:
     if heads % kv_heads:
         raise ValueError(f"{heads} query heads are not a multiple of {kv_heads} key/value heads")
     window = c.get("sliding_window") or 0
-    if family in ("qwen2", "qwen3") and not c.get("use_sliding_window"):
+    if family == "llama" or (family != "mistral" and not c.get("use_sliding_window")):
         window = 0
     kinds = c.get("layer_types")
     if kinds is None:
-        first = c.get("max_window_layers", 0) if family in ("qwen2", "qwen3") else 0
+        first = c.get("max_window_layers", 28) if family in ("qwen2", "qwen3") else 0
         kinds = ["sliding_attention" if i >= first else "full_attention" for i in range(layers)]
+    if len(kinds) != layers:
+        raise ValueError(
+            f"layer_types names {len(kinds)} layers of {layers} layers: fetch the model folder again"
+        )
+    for kind in set(kinds) - {"sliding_attention", "full_attention"}:
+        raise ValueError(f"layer type {kind!r} is not supported: use a model of full or sliding attention")
     bias = bool(c.get("attention_bias", False)) and family != "mistral"
     return TargetConfig(
         family=family,
@@ -180,8 +180,8 @@ def _parse_target(c: dict, family: str) -> TargetConfig:
         intermediate=c["intermediate_size"],
         vocab=c["vocab_size"],
         eps=float(c.get("rms_norm_eps", 1e-6)),
-        rope_theta=float(theta),
-        rope_scaling=rope if kind != "default" else None,
+        rope_theta=theta,
+        rope_scaling=scaling,
         tied=bool(c.get("tie_word_embeddings", False)),
         qkv_bias=bias or family == "qwen2",
         out_bias=bias and family != "qwen2",
@@ -190,6 +190,33 @@ def _parse_target(c: dict, family: str) -> TargetConfig:
         windows=tuple(window if kind == "sliding_attention" else 0 for kind in kinds),
         max_position=c.get("max_position_embeddings", 2048),
     )
+
+
+ROPE_FIELDS = {
+    "default": (),
+    "linear": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+}
+
+
+def _parse_rope(c: dict) -> tuple[float, dict | None]:
+    """(theta, scaling or None) from `rope_parameters`, or from the older `rope_theta` and `rope_scaling`."""
+    rope = dict(c.get("rope_parameters") or c.get("rope_scaling") or {})
+    theta = rope.pop("rope_theta", None) or c.get("rope_theta", 10000.0)
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if kind not in ROPE_FIELDS or rope.get("partial_rotary_factor", 1.0) != 1.0:
+        raise ValueError(
+            f"RoPE scaling {kind!r} is not supported: use a model with default, linear or llama3"
+        )
+    nested = [name for name, value in rope.items() if isinstance(value, dict)]
+    if nested:
+        raise ValueError(
+            f"RoPE of its own for {nested[0]} is not supported: use a model with one for all layers"
+        )
+    for name in ROPE_FIELDS[kind]:
+        if not isinstance(rope.get(name), int | float):
+            raise ValueError(f"{kind} RoPE without a number as {name}: fetch the model folder again")
+    return float(theta), rope if kind != "default" else None
 
 
 def tap_layers(layers: int, taps: int) -> list[int]:
@@ -400,7 +427,7 @@ def weight_files(folder: str | Path) -> list[Path]:
     except (ValueError, KeyError, AttributeError, TypeError) as error:
         raise ValueError(f"{index}: not a weight index ({error}): fetch the model folder again") from None
     for name in names:
-        if not isinstance(name, str) or Path(name).name != name:
+        if not isinstance(name, str) or Path(name).name != name or not name.endswith(".safetensors"):
             raise ValueError(
                 f"{index}: {name!r} is not a file of this folder: do not trust this model folder"
             )
@@ -435,6 +462,8 @@ def read_weights(
                         bar.update()
             except FileNotFoundError:
                 raise ValueError(f"{path}: not found: fetch the model folder again") from None
+            except OSError as error:
+                raise ValueError(f"{path}: cannot be read ({error}): check the file") from None
             except SafetensorError as error:
                 raise ValueError(f"{path}: not a whole safetensors file ({error}): fetch it again") from None
     if missing:
