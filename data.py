@@ -1,4 +1,4 @@
-"""Training data: read JSONL, tokenize it once with the target's own tokenizer and chat template, pack it, place anchors.
+"""Training data: read JSONL, tokenize it with the target's tokenizer and chat template, pack, place anchors.
 
     python data.py --target DIR FILE...     # check a data set: documents, tokens, supervised share, bad lines
 
@@ -8,10 +8,11 @@ One record a line, in one of five shapes:
     {"prompt": "...", "response": "..."}
     {"text": "..."}                                          every token but the first is supervised
     {"input_ids": [...], "loss_mask": [...]}
-and optionally "source": a name to report by (default the file's), and "finished": false for an answer that was cut
-off, whose end-of-turn token is then not supervised.
+and optionally "source": a name to report by (default the file's), and "finished": false for an answer that
+was cut off, whose end-of-turn token is then not supervised.
 
-Shapes: T token budget (packed tokens of a batch), D documents, A anchors, N tokens of the corpus, M max_batch_size.
+Shapes: T token budget (packed tokens of a batch), D documents, A anchors, N tokens of the corpus, M the
+max_batch_size.
 """
 
 from __future__ import annotations
@@ -39,39 +40,25 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-if (
-    TYPE_CHECKING
-):  # the worker processes run this file too and must start fast: torch is imported where it is used
-    import torch
+if TYPE_CHECKING:
+    import torch  # imported where it is used: worker processes run this file too and must start fast
 
 FORMAT = 1  # part of every cache key: raise it when the same input would give other tokens or masks
-MAX_LINE_BYTES = (
-    8 << 20
-)  # a longer line is a bad line: nothing sane is that long, and it must not fill the memory
+MAX_LINE_BYTES = 8 << 20  # a longer line is a bad line: it must not fill the memory
 CHUNK_BYTES = 1 << 20  # what one worker gets at a time
 RENDER_LIMIT_S = 20.0  # a worker silent for so long is stuck in its template and is killed
 RENDER_LIMIT_BYTES = 2 << 30  # address space a worker may add to what it holds once the tokenizer is loaded
 KEPT_BAD_LINES = 1000  # that many are listed in the report; all are counted
 ROLES = {"system", "developer", "user", "assistant", "tool"}
-SHAREGPT_ROLES = {
-    "human": "user",
-    "user": "user",
-    "gpt": "assistant",
-    "chatgpt": "assistant",
-    "assistant": "assistant",
-    "model": "assistant",
-    "system": "system",
-    "tool": "tool",
-    "function": "tool",
-    "observation": "tool",
-}
+SHAREGPT_ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "model": "assistant"}
+SHAREGPT_ROLES |= {"function": "tool", "observation": "tool"} | {role: role for role in ROLES}
 
 
 class BadLine(ValueError):
     """A record that cannot be used; the message is the reason."""
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# ----------------------------------------------------------------------------------------------------------
 # Tokenizers: tokenizer.json and SentencePiece behind one face: ids with the characters they cover
 
 
@@ -125,11 +112,11 @@ class JsonBackend:
 
 
 class SentencePieceBackend:
-    """A tokenizer.model. SentencePiece does not see control pieces in a text, so the text is cut at them first.
+    """A tokenizer.model. SentencePiece sees no control pieces in a text, so the text is cut at them first.
 
     The space SentencePiece puts before a text belongs before the first word only, not after every chat piece:
-    `first` encodes what begins a text, `rest` what follows a piece ("legacy": true in tokenizer_config.json: `first`
-    everywhere, as Hugging Face does).
+    `first` encodes what begins a text, `rest` what follows a piece ("legacy": true in tokenizer_config.json:
+    `first` everywhere, as Hugging Face does).
     """
 
     def __init__(self, path: Path, config: dict):
@@ -138,7 +125,7 @@ class SentencePieceBackend:
         proto = path.read_bytes()
         try:
             self.first = SentencePieceProcessor(model_proto=proto)
-            # Bytes appended to a protobuf message override its fields: normalizer_spec.add_dummy_prefix = false.
+            # Bytes appended to a protobuf message override fields: normalizer_spec.add_dummy_prefix = false.
             rest = SentencePieceProcessor(model_proto=proto + b"\x1a\x02\x18\x00")
         except (RuntimeError, ValueError, OSError) as error:
             raise ValueError(f"{path}: not a SentencePiece model ({error}); copy the file again") from None
@@ -167,7 +154,7 @@ class SentencePieceBackend:
 
     @staticmethod
     def _user_defined(proto: bytes) -> set[int]:
-        """Ids of user-defined pieces (type 4), which the Python interface does not tell: read from the model's bytes."""
+        """Ids of user-defined pieces (type 4), from the model's bytes: the Python interface does not tell."""
         found, index = set(), 0
         for number, value in protobuf_fields(proto):
             if number == 1:  # repeated SentencePiece pieces
@@ -201,9 +188,7 @@ class SentencePieceBackend:
             spans = [(piece.begin, piece.end) for piece in pieces]
         covered, until = [], 0
         for a, b in reversed(spans):
-            until = (
-                b if b > a else max(until, a)
-            )  # of a character's byte pieces only the last is given its width
+            until = b if b > a else max(until, a)  # of a character's bytes only the last is given its width
             covered.append((start + a, start + until))
         offsets += reversed(covered)
 
@@ -275,8 +260,8 @@ def added_tokens(folder: Path, config: dict) -> dict[str, tuple[int, bool]]:
 class Tokenizer:
     """The tokenizer and chat template of a model folder. Public: see load_tokenizer.
 
-    The template comes from a stranger, so `render` and `encode_chat` ask a worker process with limits; only inside
-    the worker is the template compiled (`compile_template`).
+    The template comes from a stranger, so `render` and `encode_chat` ask a worker process with limits; only
+    inside the worker is the template compiled (`compile_template`).
     """
 
     def __init__(self, folder: str | Path):
@@ -302,9 +287,7 @@ class Tokenizer:
         self.template_text = self._template_text()
         self.fingerprint = self._fingerprint()
         self.template = None  # compiled in the worker only
-        self.end_of_turn = (
-            None  # id that ends an assistant turn, seen in a sample when the template is compiled
-        )
+        self.end_of_turn = None  # id that ends an assistant turn, seen when the template is compiled
         self._worker = None
 
     def encode(self, text: str) -> list[int]:
@@ -403,7 +386,7 @@ class Tokenizer:
     # What follows runs in a worker process.
 
     def compile_template(self) -> None:
-        """Compile the chat template and see which token ends an assistant turn. ValueError if it does not compile."""
+        """Compile the chat template and see which token ends an assistant turn. ValueError: it does not."""
         if self.template_text is None:
             return
         self.template = compile_template(self.template_text, self.folder)
@@ -447,17 +430,18 @@ class Tokenizer:
 
 
 def load_tokenizer(folder: str | Path) -> Tokenizer:
-    """Tokenizer of a Hugging Face model folder (tokenizer.json or SentencePiece tokenizer.model, chat template).
+    """Tokenizer of a Hugging Face folder (tokenizer.json or SentencePiece tokenizer.model, chat template).
 
-    Gives .encode(text), .decode(ids), .render(messages, add_generation_prompt), .encode_chat(messages) -> (ids, mask),
-    .vocab_size, .special_ids, .eos_ids, .bos_id, .pad_id, .mask_id (None where there is none), .fingerprint.
+    Gives .encode(text), .decode(ids), .render(messages, add_generation_prompt), .encode_chat(messages) ->
+    (ids, mask), .vocab_size, .special_ids, .eos_ids, .bos_id, .pad_id, .mask_id (None: there is none), and
+    .fingerprint.
     ValueError names the file that is missing or broken.
     """
     return Tokenizer(folder)
 
 
 def compile_template(text: str, folder: Path):
-    """A chat template in the dialect Hugging Face renders: sandboxed, trimmed blocks, loop controls, generation tags."""
+    """A template as Hugging Face renders it: sandbox, trimmed blocks, loop controls, generation tags."""
     import jinja2
     from jinja2.ext import Extension, loopcontrols
     from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -465,7 +449,7 @@ def compile_template(text: str, folder: Path):
     class Generation(Extension):
         """{% generation %} marks the answer for others; here the answer is found in the rendered text."""
 
-        tags = {"generation"}
+        tags = frozenset({"generation"})
 
         def parse(self, parser):
             next(parser.stream)
@@ -489,7 +473,7 @@ def compile_template(text: str, folder: Path):
         ) from None
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# ----------------------------------------------------------------------------------------------------------
 # One record: from a line to tokens and mask
 
 
@@ -528,7 +512,7 @@ def text_of(value, name: str) -> str:
 
 
 def check_messages(messages) -> list[dict]:
-    """Messages with known roles in order (system first, an assistant after a user or a tool), text everywhere."""
+    """Messages with known roles in order (system first, assistant after user or tool), text everywhere."""
     if not isinstance(messages, list) or not messages:
         raise BadLine(
             "the conversation is not a list of messages" if messages != [] else "the conversation is empty"
@@ -595,10 +579,11 @@ def answer_mark(messages: list[dict], number: int) -> str:
 def find_answers(tokenizer: Tokenizer, messages: list[dict]) -> tuple[str, list[tuple[int, int]]]:
     """(rendered conversation, [(start, end) of each answer in it]).
 
-    The conversation is rendered twice, once with a mark for each answer: what stands around the marks must stand around
-    the answers too, whatever else the template does, and between it stands the answer, perhaps stripped. Of an answer
-    with a thinking part only what follows the thinking is marked; where the template drops the thinking (all but the
-    last turn, usually), that turn is not what the model said and is not supervised.
+    The conversation is rendered twice, once with a mark for each answer: what stands around the marks must
+    stand around the answers too, whatever else the template does, and between it stands the answer, perhaps
+    stripped. Of an answer with a thinking part only what follows the thinking is marked; where the template
+    drops the thinking (all but the last turn, usually), that turn is not what the model said and is not
+    supervised.
     """
     answers = [m for m in messages if m["role"] == "assistant"]
     marks = [answer_mark(messages, n) for n in range(len(answers))]
@@ -647,7 +632,7 @@ def find_answers(tokenizer: Tokenizer, messages: list[dict]) -> tuple[str, list[
 
 
 def tokens_with_offsets(tokenizer: Tokenizer, text: str, max_length: int):
-    """Ids and offsets of at least the first max_length tokens (0: of all), without tokenizing megabytes for them."""
+    """Ids and offsets of at least the first max_length tokens (0: all), without tokenizing megabytes."""
     enough = 32 * max_length + 4096
     if 0 < max_length and len(text) > enough:
         ids, offsets = tokenizer.backend.encode(text[:enough])
@@ -657,15 +642,15 @@ def tokens_with_offsets(tokenizer: Tokenizer, text: str, max_length: int):
 
 
 def chat_tokens(tokenizer: Tokenizer, messages: list[dict], finished: bool = True, max_length: int = 0):
-    """(ids, mask) of a conversation. `finished` false: the last answer was cut off, so its end of turn is no label."""
+    """(ids, mask) of a conversation. `finished` false: the last answer was cut off, no end of turn."""
     text, spans = find_answers(tokenizer, messages)
     ids, offsets = tokens_with_offsets(tokenizer, text, max_length)
     mask = [0] * len(ids)
     starts, ends = [a for a, _ in offsets], [b for _, b in offsets]
     stops = {*tokenizer.eos_ids, tokenizer.end_of_turn}
     for start, end in spans:
-        # Tokens that overlap the answer. One that also holds letters of what stands before it is a header's token; one
-        # that holds a space before it ("▁Hello") is the answer's.
+        # Tokens that overlap the answer. One that also holds letters of what stands before it is a header's;
+        # one that holds a space before it ("▁Hello") is the answer's.
         first, last = bisect.bisect_right(ends, start), bisect.bisect_left(starts, end)
         while first < last and starts[first] < start and text[starts[first] : start].strip():
             first += 1
@@ -720,7 +705,7 @@ def record_tokens(tokenizer: Tokenizer, record: dict, max_length: int) -> tuple[
         return ids, [0] + [1] * (len(ids) - 1), "text"
     keys = ", ".join(map(repr, list(record)[:6])) or "nothing"
     raise BadLine(
-        f"no messages, conversations, prompt+response, text or input_ids+loss_mask (it has {short(keys, 100)})"
+        f"no messages, conversations, prompt+response, text or input_ids+loss_mask, only {short(keys, 100)}"
     )
 
 
@@ -729,8 +714,8 @@ def short(text: str, length: int) -> str:
     return text if len(text) <= length else text[: length - 1] + "…"
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Worker processes: plain subprocesses of this file (no torch, no fork of a rank, nothing of the parent's main module)
+# ----------------------------------------------------------------------------------------------------------
+# Worker processes: plain subprocesses of this file: no torch, no fork of a rank, not the rank's main module
 
 
 def send(pipe, head: dict, body: bytes = b"") -> None:
@@ -809,8 +794,8 @@ class Worker:
         self.close()
         where = "" if self.line is None else f", at or after line {self.line}"
         raise ValueError(
-            f"rendering with the chat template of {self.folder} {what}{where}; read the template before you trust it, "
-            "or give records with input_ids and loss_mask"
+            f"rendering with the chat template of {self.folder} {what}{where}; read the template before you "
+            "trust it, or give records with input_ids and loss_mask"
         )
 
     def close(self) -> None:
@@ -856,14 +841,11 @@ def worker_main() -> None:
         limit_worker(head["memory"])
         limit_cpu(2 * limit_s)
         tokenizer.compile_template()
-    except (ValueError, MemoryError) as error:
-        send(
-            pipe_out,
-            {
-                "error": str(error)
-                or f"the chat template of {head['folder']} needs too much memory; replace it"
-            },
-        )
+    except ValueError as error:
+        send(pipe_out, {"error": str(error)})
+        return
+    except MemoryError:
+        send(pipe_out, {"fatal": "needs more memory than a worker may have"})
         return
     send(pipe_out, {"ready": True})
     while True:
@@ -952,7 +934,7 @@ class Chunk:
         return head, ids.tobytes() + mask.tobytes() + rows.tobytes()
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# ----------------------------------------------------------------------------------------------------------
 # The corpus: tokenized once, kept in memory-mapped files
 
 COUNTS = ("seen_tokens", "seen_supervised", "chat_tokens", "chat_supervised", "truncated", "no_anchor")
@@ -994,7 +976,8 @@ def bad_line(entry: tuple[str, int, str]) -> str:
 
 
 class Corpus:
-    """Tokenized documents, memory-mapped: tokens int32 [N], mask uint8 [N], offsets int64 [D+1], source int32 [D]."""
+    """Tokenized documents, memory-mapped: tokens int32 [N], mask uint8 [N], offsets int64 [D+1], source int32
+    [D]."""
 
     def __init__(self, folder: Path, report: Report, source_names: list[str], vocab_size: int):
         self.folder, self.report, self.source_names, self.vocab_size = (
@@ -1022,10 +1005,11 @@ def load_corpus(
     max_bad_lines: int = 100,
     workers: int | None = None,
 ) -> Corpus:
-    """Tokenize JSONL files, or open what an earlier call tokenized from the same content, tokenizer and template.
+    """Tokenize JSONL files, or open what an earlier call made of the same content, tokenizer and template.
 
-    Concurrent ranks may call it at once: one tokenizes, the others wait for it. ValueError: a file is missing, more than
-    max_bad_lines bad lines, nothing or everything of the conversations supervised, a template out of bounds.
+    Concurrent ranks may call it at once: one tokenizes, the others wait. ValueError: a file is missing,
+    more than max_bad_lines bad lines, nothing or everything of the conversations supervised, a template out
+    of bounds.
     """
     files = [Path(f) for f in ([files] if isinstance(files, (str, Path)) else files)]
     missing = next((f for f in files if not f.is_file()), None)
@@ -1072,7 +1056,7 @@ def cache_key(files: list[Path], tokenizer: Tokenizer, max_length: int, cache_di
 
 
 def file_digest(path: Path, cache_dir: Path) -> str:
-    """Digest of a file's content, remembered by its size, times and inode: a big corpus is not read at every start."""
+    """Digest of a file's content, remembered by size, times and inode: not read at every start."""
     stat = path.stat()
     state = [stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino]
     name = hashlib.blake2b(str(path.resolve()).encode(), digest_size=16).hexdigest()
@@ -1179,7 +1163,7 @@ def build_corpus(files, tokenizer, max_length: int, folder: Path, max_bad_lines:
 
 
 def chunks_of(path: Path):
-    """(first line number, bytes of whole lines) pieces of a file; bytes None for a line over MAX_LINE_BYTES."""
+    """(first line number, bytes of whole lines) of each piece; None for a line over MAX_LINE_BYTES."""
     line, kept, skipping = 1, b"", False
     with path.open("rb") as file:
         while block := file.read(CHUNK_BYTES):
@@ -1201,7 +1185,7 @@ def chunks_of(path: Path):
 
 
 def tokenize(files, tokenizer, max_length: int, folder: Path, max_bad_lines: int, workers: int):
-    """Run the workers over all chunks and write their results in order. Returns (Report, names of sources)."""
+    """Run the workers over all chunks, write their results in order. Returns (Report, names of sources)."""
     from tqdm import tqdm
 
     report, sources, ends = Report(), {}, [0]
@@ -1302,42 +1286,38 @@ def check_bad_lines(report: Report, max_bad_lines: int) -> None:
 
 
 def check_supervision(report: Report, tokenizer: Tokenizer, files: list[Path]) -> None:
-    """ValueError where the loss mask cannot be right: nothing, or every token of the conversations, supervised."""
+    """ValueError where the loss mask cannot be right: none or all of the conversations supervised."""
     where = ", ".join(map(str, files[:3])) + (", ..." if len(files) > 3 else "")
     if report.chat_tokens and report.chat_supervised in (0, report.chat_tokens):
         share = "0%" if report.chat_supervised == 0 else "100%"
         raise ValueError(
-            f"{where}: {share} of the conversations' tokens are supervised, so the chat template of {tokenizer.folder} does "
-            f"not mark who speaks, or max_length cuts off every answer; rendered: {short(repr(report.example), 300)}; use "
-            "a folder with the model's own chat template, or raise max_length"
+            f"{where}: {share} of the conversations' tokens are supervised: the chat template of "
+            f"{tokenizer.folder} does not mark who speaks, or max_length cuts off every answer; rendered: "
+            f"{short(repr(report.example), 300)}; use the model's own chat template, or raise max_length"
         )
     if report.documents == 0:
-        first = (
-            f"first bad line {bad_line(report.bad_lines[0])}"
-            if report.bad_lines
-            else "no line holds a record"
-        )
+        first = f"first {bad_line(report.bad_lines[0])}" if report.bad_lines else "no line holds a record"
         raise ValueError(
-            f"{where}: no document to train on ({report.no_anchor} without two supervised tokens in a row, {report.bad} bad "
-            f"lines; {first}); give records with answers"
+            f"{where}: no document to train on ({report.no_anchor} without two supervised tokens in a row, "
+            f"{report.bad} bad lines; {first}); give records with answers"
         )
 
 
 def split_held_out(corpus: Corpus, fraction: float = 0.03, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
-    """(documents to train on, documents held out), both ascending; at least one of each where there are two."""
+    """(documents to train on, documents held out), both ascending; of two or more, at least one each."""
     n = len(corpus)
     held = min(n - 1, max(1, round(fraction * n))) if fraction > 0 else 0
     order = np.random.default_rng([seed, 0x5B117]).permutation(n)
     return np.sort(order[held:]), np.sort(order[:held])
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# ----------------------------------------------------------------------------------------------------------
 # Packing
 
 
 @dataclass
 class Plan:
-    """Which documents share a batch. Fixed for a run; each epoch goes through the batches in another order."""
+    """Which documents share a batch. Fixed for a run; each epoch takes the batches in another order."""
 
     flat: np.ndarray  # documents, batch after batch
     bounds: np.ndarray  # [batches + 1]
@@ -1363,10 +1343,10 @@ class Plan:
 def pack(lengths, docs, token_budget: int, max_batch_size: int, seed: int, window: int = 2048) -> Plan:
     """Group documents into batches of at most token_budget tokens and max_batch_size documents, nearly full.
 
-    Documents come in an order drawn from the seed through a window. A batch takes random ones from it (so that long and
-    short stay mixed) until one of those left can fill what remains, then the longest that fits. Where random ones would
-    leave the batch half empty at max_batch_size documents, it takes longer ones. A document longer than the budget is
-    cut to it (make_batch).
+    Documents come through a window in an order drawn from the seed. A batch takes random ones from it (so
+    that long and short stay mixed) until one of those left can fill what remains, then the longest that
+    fits; where random ones would leave the batch short of tokens at max_batch_size documents, it takes
+    longer ones. A document longer than the budget is cut to it (make_batch).
     """
     docs, lengths = np.asarray(docs, np.int64), np.asarray(lengths, np.int64)
     if token_budget < 2 or max_batch_size < 1:
@@ -1423,15 +1403,15 @@ def packing_note(size, cut: int, bounds, token_budget: int, max_batch_size: int,
         full = int(size.mean() * max_batch_size)
         need = -(-token_budget // max(1, int(size.mean())))
         notes.append(
-            f"max_batch_size {max_batch_size} binds: batches are {100 * fill:.0f}% full; a token budget of about {full} would "
-            f"be full, or max_batch_size {need}"
+            f"max_batch_size {max_batch_size} binds: batches are {100 * fill:.0f}% full; a token budget of "
+            f"about {full} would be full, or a max_batch_size of {need}"
         )
     if cut:
         notes.append(f"{cut} documents are longer than the token budget {token_budget} and are cut to it")
     return "; ".join(notes)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# ----------------------------------------------------------------------------------------------------------
 # Batches and anchors
 
 
@@ -1450,7 +1430,7 @@ class Batch:
 
 
 def valid_anchors(mask_T: np.ndarray, doc_T: np.ndarray) -> np.ndarray:
-    """bool [T]: p can be an anchor when p and p+1 are supervised and belong to one document (section 4 of the paper)."""
+    """bool [T]: p can be an anchor when p and p+1 are supervised and belong to one document."""
     mask_T = np.asarray(mask_T).astype(bool)
     valid_T = np.zeros(len(mask_T), bool)
     valid_T[:-1] = mask_T[:-1] & mask_T[1:] & (doc_T[:-1] == doc_T[1:]) & (doc_T[:-1] >= 0)
@@ -1473,7 +1453,7 @@ def anchor_quotas(valid_D: np.ndarray, anchors: int) -> np.ndarray:
 
 
 def draw_anchors(valid_T: np.ndarray, doc_T: np.ndarray, anchors: int, seed: int, index: int) -> np.ndarray:
-    """int64 [A]: packed indices of the anchors, ascending, -1 in unused slots. The same for the same (seed, index)."""
+    """int64 [A]: packed indices of the anchors, ascending, -1 in unused slots; fixed by (seed, index)."""
     chosen = np.flatnonzero(valid_T)
     if len(chosen) > anchors:
         doc = np.asarray(doc_T)[chosen]
@@ -1494,7 +1474,7 @@ def make_batch(
 ) -> Batch:
     """Pack documents into one row of token_budget tokens and draw its anchors from (seed, index).
 
-    A document longer than what is left of the row is cut (pack lets that happen only to one longer than the budget).
+    A document longer than what is left of the row is cut (pack does that only to one longer than the budget).
     """
     import torch
 
@@ -1543,39 +1523,35 @@ def empty_batch(index: int, token_budget: int, max_batch_size: int, anchors: int
 def choose_mask_token(
     tokenizer: Tokenizer, embedding_rows: int, corpus: Corpus | None, override: int | None = None
 ) -> int:
-    """The id that stands for "to be predicted": --mask-token-id, else the tokenizer's mask token, else the first embedding
-    row no token uses, else the highest special token that occurs neither in the data nor in the template.
+    """The id that stands for "to be predicted".
 
-    Never a token that pads or begins or ends a text, unless the user says so. ValueError says how to choose one.
+    --mask-token-id, else the tokenizer's mask token, else the first embedding row no token uses, else the
+    highest special token that occurs in neither data nor template. Never a token that pads, begins or ends a
+    text, unless the user says so. ValueError says how to choose.
     """
     if override is not None:
         if not 0 <= override < embedding_rows:
+            last = embedding_rows - 1
             raise ValueError(
-                f"--mask-token-id {override}: the target has embedding rows 0 to {embedding_rows - 1}"
+                f"--mask-token-id {override}: the target has embedding rows 0 to {last}; choose one"
             )
         return override
     taken = {tokenizer.pad_id, tokenizer.bos_id, *tokenizer.eos_ids}
-    if (
-        tokenizer.mask_id is not None
-        and tokenizer.mask_id not in taken
-        and tokenizer.mask_id < embedding_rows
-    ):
-        return tokenizer.mask_id
+    own = tokenizer.mask_id
+    if own is not None and own not in taken and own < embedding_rows:
+        return own
     unused = next((i for i in range(embedding_rows) if i not in tokenizer.used_ids), None)
     if unused is not None and unused not in taken:
         return unused
+    taken |= set(corpus.report.special_seen) if corpus is not None else set()
     names = {index: content for content, index in tokenizer.added.items()}
-    seen = set(corpus.report.special_seen) if corpus is not None else set()
+    template = tokenizer.template_text or ""
     for i in reversed(tokenizer.special_ids):
-        if (
-            i < embedding_rows
-            and i not in taken | seen
-            and names.get(i, "") not in (tokenizer.template_text or "")
-        ):
+        if i < embedding_rows and i not in taken and i in names and names[i] not in template:
             return i
     raise ValueError(
-        f"{tokenizer.folder}: no mask token, no unused embedding row below {embedding_rows}, and every special token occurs in "
-        "the data or the template; choose an id that the data never use with --mask-token-id"
+        f"{tokenizer.folder}: no mask token, no unused embedding row below {embedding_rows}, and every "
+        "special token occurs in the data or the template; choose an id the data never use: --mask-token-id"
     )
 
 
