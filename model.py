@@ -116,6 +116,13 @@ class TargetConfig:
     windows: tuple[int, ...]
     max_position: int
 
+    def prefill_flops(self, tokens: int, layers: int) -> float:
+        """Useful FLOPs of the matrix products of `layers` layers over so many tokens (attention itself
+        left out).
+        """
+        heads = (2 * self.heads + 2 * self.kv_heads) * self.head_dim
+        return 2.0 * tokens * layers * self.hidden * (heads + 3 * self.intermediate)
+
     @staticmethod
     def from_folder(folder: str | Path) -> "TargetConfig":
         """Read `config.json`; ValueError names what is missing or not supported, and what is."""
@@ -668,6 +675,29 @@ class DrafterConfig:
     max_position: int
     windows: tuple[int, ...] = ()
 
+    def layer_parameters(self) -> int:
+        return self.hidden * ((2 * self.heads + 2 * self.kv_heads) * self.head_dim + 3 * self.intermediate)
+
+    def parameters(self) -> int:
+        """Trained parameters: the matrices and the norms."""
+        norms = self.layers * (2 * self.hidden + 2 * self.head_dim) + 2 * self.hidden
+        return self.layers * self.layer_parameters() + len(self.ids) * self.hidden**2 + norms
+
+    def step_flops(self, tokens: int, anchors: int, context: float = 0.0) -> float:
+        """Useful FLOPs of a forward and backward: products, head, attention over `context` mean tokens a
+        slot.
+        """
+        slots = anchors * self.block_size
+        of_slots = self.layers * self.layer_parameters() * slots
+        of_context = (
+            (len(self.ids) * self.hidden + self.layers * 2 * self.kv_heads * self.head_dim)
+            * self.hidden
+            * tokens
+        )
+        head = anchors * (self.block_size - 1) * self.hidden * self.vocab  # frozen: forward and one gradient
+        attention = slots * (context + self.block_size) * self.heads * self.head_dim * 2 * self.layers
+        return 2.0 * (3 * (of_slots + of_context) + 2 * head + 3.5 * attention)
+
     @staticmethod
     def of(t: TargetConfig, layers: int, block_size: int, taps: int, mask_token: int) -> "DrafterConfig":
         same = {f.name: getattr(t, f.name) for f in dataclasses.fields(DrafterConfig) if hasattr(t, f.name)}
@@ -839,3 +869,28 @@ def matching_prefix(predicted_AB: Tensor, labels_AB: Tensor, weights_AB: Tensor)
     """Drafted tokens that match before the first miss or unsupervised slot, int64 [A]; slots 1..B-1 given."""
     right = (predicted_AB == labels_AB) & (weights_AB > 0)
     return right.long().cumprod(1).sum(1)
+
+
+def walk_answers(prefix_T: Tensor, mask_T: Tensor, doc_T: Tensor) -> Iterator[tuple[int, int, int]]:
+    """Walk each recorded answer as decoding would: (document, answer tokens after the first, blocks drafted).
+
+    prefix_T int64 [T]: matching prefix of the block at each position that can be an anchor; mask_T
+    supervised, doc_T the document of each position (-1 padding); CPU. From an answer's first token draft,
+    jump by the matching prefix plus one, cut the last jump at the answer's end.
+    """
+    prefix, doc = prefix_T.tolist(), doc_T.tolist()
+    supervised = [m and d >= 0 for m, d in zip(mask_T.tolist(), doc, strict=True)]
+    at = 0
+    while at < len(prefix):
+        if not supervised[at]:
+            at += 1
+            continue
+        end = at
+        while end + 1 < len(prefix) and supervised[end + 1] and doc[end + 1] == doc[at]:
+            end += 1
+        first, blocks, here = at, 0, at
+        while here < end:
+            here, blocks = here + prefix[here] + 1, blocks + 1
+        if end > first:
+            yield doc[first], end - first, blocks
+        at = end + 1

@@ -1,0 +1,331 @@
+"""What a run leaves on disk: its folder, checkpoints to resume from, exports for servers, metrics, curves.
+
+Whatever must be whole is written beside its place and renamed, so a torn checkpoint is never seen.
+"""
+
+import dataclasses
+import fcntl
+import json
+import os
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+
+from model import Drafter, DrafterConfig, Target, TargetConfig, load_embedding_and_head
+
+EXPORT_DTYPE = torch.bfloat16
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write a small file beside and rename it."""
+    beside = path.with_name(f".{path.name}.{os.getpid()}")
+    beside.write_text(text, encoding="utf-8")
+    os.replace(beside, path)
+
+
+# ---------------------------------------------------------------------------------------------------------
+# The run folder
+
+
+def next_free_run(root: Path = Path("runs")) -> Path:
+    """`runs/NNN`, one above the highest there."""
+    taken = [int(p.name) for p in root.glob("[0-9]*") if p.name.isdigit()] if root.is_dir() else []
+    return root / f"{max(taken, default=0) + 1:03d}"
+
+
+def checkpoints(run: Path) -> list[Path]:
+    """The whole checkpoints of a run folder, oldest first."""
+    return sorted(p for p in run.glob("step-[0-9]*") if (p / "state.json").is_file())
+
+
+def find_checkpoint(path: Path) -> tuple[Path, Path | None]:
+    """(run folder, checkpoint) of a `--resume` path: a run folder (its newest, None if it has none yet) or
+    one.
+    """
+    if (path / "state.json").is_file():
+        return path.parent, path
+    if not (path / "config.json").is_file():
+        raise ValueError(
+            f"--resume {path}: neither a run folder nor a checkpoint: give RUN or RUN/step-NNNNNN"
+        )
+    return path, (checkpoints(path) or [None])[-1]
+
+
+class RunFolder:
+    """What rank 0 writes while a run goes on: config, status, log, metrics. Locked against a second job."""
+
+    def __init__(self, path: Path):
+        self.path = path
+        path.mkdir(parents=True, exist_ok=True)
+        self._lock = open(path / ".lock", "w")
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise ValueError(f"{path}: another job runs in this folder: give a new --out") from None
+        self.log_file = open(path / "train.log", "a", buffering=1, encoding="utf-8")
+        self.metrics_file = None
+
+    def say(self, line: str) -> None:
+        """One line to the console and to train.log."""
+        print(line, flush=True)
+        self.log_file.write(line + "\n")
+
+    def write_config(self, config: dict) -> None:
+        write_whole(self.path / "config.json", json.dumps(config, indent=2) + "\n")
+
+    def write_status(self, state: str, **more: Any) -> None:
+        """status.json: running, finished, stopped or failed, and why."""
+        write_whole(self.path / "status.json", json.dumps({"state": state, **more}, indent=2) + "\n")
+
+    def open_metrics(self, step: int) -> None:
+        """Append to metrics.jsonl after `step`, dropping lines of later steps (they will be done again)."""
+        path = self.path / "metrics.jsonl"
+        kept = [json.dumps(m) + "\n" for m in read_metrics(self.path) if m["step"] <= step]
+        write_whole(path, "".join(kept))
+        self.metrics_file = open(path, "a", buffering=1, encoding="utf-8")
+
+    def write_metrics(self, record: dict) -> None:
+        self.metrics_file.write(json.dumps(record) + "\n")
+
+
+def read_metrics(run: Path) -> list[dict]:
+    """The records of metrics.jsonl; a last line cut off by a crash is left out."""
+    path, records = run / "metrics.jsonl", []
+    for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
+        try:
+            records.append(json.loads(line))
+        except ValueError:
+            break
+    return records
+
+
+def draw_curves(run: Path, title: str) -> None:
+    """curves.png: loss, acceptance, speed and waits over the steps."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    records = read_metrics(run)
+    train = [m for m in records if "loss" in m]
+    held_out = [m for m in records if "eval_loss" in m]
+    figure, axes = plt.subplots(2, 2, figsize=(11, 7), constrained_layout=True)
+    panels = (
+        (axes[0, 0], "loss (cross-entropy, nats)", [("loss", "training")], [("eval_loss", "held out")]),
+        (
+            axes[0, 1],
+            "tokens per target pass",
+            [("acc_len", "training acc_len (teacher-forced)")],
+            [("eval_acc_len", "held-out acc_len"), ("eval_tau", "held-out tau")],
+        ),
+        (axes[1, 0], "context tokens/s", [("tokens_per_s", "all drafters")], []),
+        (
+            axes[1, 1],
+            "share of the step waited",
+            [("wait_target", "targets"), ("wait_drafter", "drafters")],
+            [],
+        ),
+    )
+    for axis, label, per_step, per_evaluation in panels:
+        for name, text in per_step:
+            axis.plot([m["step"] for m in train], [m[name] for m in train], lw=0.8, alpha=0.6, label=text)
+        for name, text in per_evaluation:
+            axis.plot([m["step"] for m in held_out], [m[name] for m in held_out], "o-", ms=4, label=text)
+        axis.set(xlabel="step", ylabel=label)
+        axis.grid(alpha=0.3)
+        if per_step or held_out:
+            axis.legend(fontsize=8)
+    axes[1, 1].set_ylim(0, 1)
+    figure.suptitle(title)
+    beside = run / f".curves.{os.getpid()}.png"
+    figure.savefig(beside, dpi=110)
+    plt.close(figure)
+    os.replace(beside, run / "curves.png")
+
+
+# ---------------------------------------------------------------------------------------------------------
+# Checkpoints
+
+
+def versions() -> dict[str, str]:
+    return {"torch": torch.__version__, "python": sys.version.split()[0]}
+
+
+def save(
+    run: Path,
+    step: int,
+    drafter: Drafter,
+    optimizer: torch.optim.Optimizer,
+    state: dict,
+    keep: int,
+) -> Path:
+    """Write `step-NNNNNN/` (fp32 weights, optimizer, state, export) whole or not at all; keep the newest
+    `keep`.
+    """
+    place = run / f"step-{step:06d}"
+    beside = run / f".{place.name}.{os.getpid()}"
+    shutil.rmtree(beside, ignore_errors=True)
+    beside.mkdir()
+    weights = {name: p.detach().cpu().contiguous() for name, p in drafter.state_dict().items()}
+    save_file(weights, beside / "model.safetensors", metadata={"format": "pt"})
+    torch.save(optimizer.state_dict(), beside / "optimizer.pt")
+    export(drafter, beside / "export")
+    state = {"step": step, "drafter": dataclasses.asdict(drafter.c), "versions": versions(), **state}
+    (beside / "state.json").write_text(json.dumps(state, indent=2) + "\n")
+    for path in [*beside.rglob("*"), beside]:
+        descriptor = os.open(path, os.O_RDONLY)
+        os.fsync(descriptor)
+        os.close(descriptor)
+    if place.exists():  # a resumed run reaches this step again
+        shutil.rmtree(place)
+    os.rename(beside, place)
+    for old in checkpoints(run)[:-keep] if keep else ():
+        shutil.rmtree(old)
+    return place
+
+
+def load(place: Path, drafter: Drafter, optimizer: torch.optim.Optimizer) -> dict:
+    """Restore weights and optimizer of a checkpoint into place; returns its state. ValueError if it is not
+    whole.
+    """
+    state = read_state(place)
+    try:
+        drafter.load_state_dict(load_file(place / "model.safetensors"))
+        device = next(drafter.parameters()).device
+        moments = torch.load(place / "optimizer.pt", map_location=device, weights_only=True)
+        optimizer.load_state_dict(moments)
+    except (OSError, SafetensorError, RuntimeError, ValueError, KeyError, EOFError) as error:
+        reason = str(error).splitlines()[0]
+        raise ValueError(f"{place}: not a whole checkpoint ({reason}): resume from an older step") from None
+    return state
+
+
+def read_state(place: Path) -> dict:
+    try:
+        return json.loads((place / "state.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{place}/state.json: unreadable ({error}): resume from an older step") from None
+
+
+# ---------------------------------------------------------------------------------------------------------
+# Export: what vLLM, SGLang and the reference implementation load. They skip unknown or missing names
+# silently.
+
+
+def export_name(name: str) -> str:
+    """A drafter parameter's published name."""
+    for part in ("q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm"):
+        name = name.replace(f".{part}.", f".self_attn.{part}.")
+    for part in ("gate_proj", "up_proj", "down_proj"):
+        name = name.replace(f".{part}.", f".mlp.{part}.")
+    return name
+
+
+def export_config(c: DrafterConfig) -> dict:
+    """The usual Qwen3 fields plus `dflash_config`."""
+    scaling = c.rope_scaling or {"rope_type": "default"}
+    return {
+        "architectures": ["DFlashDraftModel"],
+        "model_type": "qwen3",
+        "hidden_size": c.hidden,
+        "num_hidden_layers": c.layers,
+        "num_attention_heads": c.heads,
+        "num_key_value_heads": c.kv_heads,
+        "head_dim": c.head_dim,
+        "intermediate_size": c.intermediate,
+        "vocab_size": c.vocab,
+        "rms_norm_eps": c.eps,
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "max_position_embeddings": c.max_position,
+        "layer_types": ["sliding_attention" if w else "full_attention" for w in c.windows],
+        "sliding_window": max(c.windows) or None,
+        "use_sliding_window": any(c.windows),
+        "rope_parameters": {"rope_theta": c.rope_theta, **scaling},
+        "rope_theta": c.rope_theta,
+        "rope_scaling": c.rope_scaling,
+        "tie_word_embeddings": False,
+        "num_target_layers": c.target_layers,
+        "block_size": c.block_size,
+        "dtype": "bfloat16",
+        "torch_dtype": "bfloat16",
+        "dflash_config": {"target_layer_ids": list(c.ids), "mask_token_id": c.mask_token},
+    }
+
+
+def export(drafter: Drafter, folder: Path) -> None:
+    """Write config.json and bf16 model.safetensors, then read them back and compare name by name."""
+    folder.mkdir(parents=True, exist_ok=True)
+    weights = {
+        export_name(name): p.detach().to("cpu", EXPORT_DTYPE).contiguous()
+        for name, p in drafter.state_dict().items()
+    }
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    (folder / "config.json").write_text(json.dumps(export_config(drafter.c), indent=2) + "\n")
+    back = load_file(folder / "model.safetensors")
+    assert back.keys() == weights.keys() == {export_name(n) for n, _ in drafter.named_parameters()}
+    assert all(torch.equal(back[name], w) for name, w in weights.items())
+
+
+def load_export(
+    folder: Path, target: str | Path, device: torch.device | str = "cpu", dtype=torch.float32
+) -> Drafter:
+    """A drafter from an export, with the embedding and head of its target; strict about every name and
+    shape.
+    """
+    path = Path(folder) / "config.json"
+    try:
+        c = json.loads(path.read_text(encoding="utf-8"))
+        extra = c["dflash_config"]
+        config = DrafterConfig(
+            hidden=c["hidden_size"],
+            heads=c["num_attention_heads"],
+            kv_heads=c["num_key_value_heads"],
+            head_dim=c["head_dim"],
+            intermediate=c["intermediate_size"],
+            vocab=c["vocab_size"],
+            eps=c["rms_norm_eps"],
+            rope_theta=c["rope_theta"],
+            rope_scaling=c["rope_scaling"],
+            layers=c["num_hidden_layers"],
+            block_size=c["block_size"],
+            ids=tuple(extra["target_layer_ids"]),
+            target_layers=c["num_target_layers"],
+            mask_token=extra["mask_token_id"],
+            max_position=c["max_position_embeddings"],
+            windows=tuple(c["sliding_window"] if k == "sliding_attention" else 0 for k in c["layer_types"]),
+        )
+        weights = load_file(Path(folder) / "model.safetensors")
+    except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
+        raise ValueError(
+            f"{folder}: not a drafter export ({error!r}): give the export folder of a checkpoint"
+        ) from None
+    t = TargetConfig.from_folder(target)
+    if (t.hidden, t.vocab, t.layers) != (config.hidden, config.vocab, config.target_layers):
+        raise ValueError(
+            f"{folder}: trained for another target than {target}: give the target it was trained with"
+        )
+    drafter = Drafter(config, *load_embedding_and_head(target, device, dtype))
+    named = {export_name(name): p for name, p in drafter.named_parameters()}
+    if weights.keys() != named.keys():
+        odd = min(weights.keys() ^ named.keys())
+        raise ValueError(f"{folder}: weight {odd} is missing or unknown: export the checkpoint again")
+    with torch.no_grad():
+        for name, p in named.items():
+            if p.shape != weights[name].shape:
+                raise ValueError(f"{folder}: {name} is {list(weights[name].shape)}, expected {list(p.shape)}")
+            p.copy_(weights[name])
+    return drafter.to(device)
+
+
+def load_target_for(
+    drafter: Drafter, folder: str | Path, device: torch.device | str, dtype: torch.dtype
+) -> Target:
+    """The target of a drafter, with only the layers that are tapped."""
+    return Target.load(folder, device, dtype, layers=max(drafter.c.ids) + 1, head=False)

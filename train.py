@@ -1,0 +1,976 @@
+"""Train a DFlash drafter: frozen target ranks stream hidden states to data-parallel drafter ranks.
+
+    torchrun --standalone --nproc_per_node=2 train.py                               # the built-in tiny target
+    torchrun --nproc_per_node=8 train.py --target DIR --data FILE... --drafters 3   # production
+    python train.py                                                                 # one rank does both
+
+Shape letters: T token budget, A anchors of a batch, B block size, K tapped layers, H hidden.
+"""
+
+import os
+
+
+def see_one_gpu() -> None:
+    """Make this rank's GPU device 0, before torch is imported: the device index is part of the compile
+    cache's key.
+
+    Where torchrun already did (--virtual-local-rank: LOCAL_RANK 0 and one device everywhere) this changes
+    nothing.
+    """
+    local = os.environ.get("LOCAL_RANK")
+    if local is None:
+        return
+    listed = os.environ.get("CUDA_VISIBLE_DEVICES")
+    devices = local if listed is None else ([*listed.split(","), *[""] * int(local)])[int(local)]
+    os.environ["CUDA_VISIBLE_DEVICES"] = devices
+
+
+see_one_gpu()
+
+import argparse
+import contextlib
+import dataclasses
+import json
+import math
+import resource
+import sys
+import time
+import traceback
+import typing
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import checkpoint
+import compile_utils
+import data
+import model
+import stream
+from model import Blocks, Drafter, DrafterConfig, Target, TargetConfig
+from world import Control, Ending, UserError, World
+
+TINY = Path(__file__).parent / "assets" / "tiny"
+USER_CACHE = Path.home() / ".cache" / "blockdraft"
+SUMS = ("loss", "weight", "right", "slots", "prefix", "blocks")  # over the blocks of a step
+COMPUTED = (*SUMS, "grad_norm", "skipped")
+CONTROL_FIELDS = ("step_s", "wait_s", "peak_gib", "free_gib", "stop", "tokens", *COMPUTED)
+
+
+def option(default, text: str):
+    """A Config field with its --help text."""
+    factory = {"default_factory": lambda: default} if isinstance(default, list) else {"default": default}
+    return dataclasses.field(**factory, metadata={"help": text})
+
+
+@dataclasses.dataclass
+class Config:
+    """The flags. 0 or empty means: chosen for the target and the world size (`resolve`)."""
+
+    target: str = option("", "Hugging Face folder of the target LLM (default: the built-in tiny one)")
+    data: list[str] = option([], "training data, JSONL")
+    eval_data: list[str] = option([], "held-out data, JSONL (default: 3%% of --data, at most 512 documents)")
+    out: str = option("", "run folder (default: the next free runs/NNN)")
+    resume: str = option("", "go on with a run: RUN (its newest checkpoint) or RUN/step-NNNNNN")
+    layout: str = option("", "split: a rank drafts or runs the target; colocate: every rank does both")
+    drafters: int = option(0, "ranks that draft, over the world; the others run the target")
+    token_budget: int = option(0, "packed tokens of a batch, a multiple of 128 (16384)")
+    max_batch_size: int = option(64, "documents of a batch, at most")
+    max_length: int = option(
+        0, "tokens of a document, longer ones are cut (4096, at most what the target takes)"
+    )
+    block_size: int = option(0, "tokens of a block, B (16)")
+    draft_layers: int = option(0, "layers of the drafter (5)")
+    taps: int = option(5, "target layers whose outputs the drafter sees, K")
+    anchors: int = option(0, "anchors of a batch, A (a quarter of the token budget)")
+    anchor_chunk: int = option(
+        0, "anchors at a time: memory follows this, the result does not (at most 2048)"
+    )
+    gamma: float = option(0.0, "decay of the loss weights within a block (7, 5, 4 for B = 16, 10, 8)")
+    lr: float = option(6e-4, "peak learning rate")
+    warmup_ratio: float = option(0.04, "share of the steps with rising learning rate")
+    clip: float = option(1.0, "largest gradient norm")
+    steps: int = option(0, "optimizer steps (default: as many as --epochs takes)")
+    epochs: int = option(6, "passes over the data")
+    batches_per_step: int = option(
+        0, "batches of a step over all drafters, a multiple of their number (one each)"
+    )
+    save_every: int = option(0, "steps between checkpoints (a quarter of the run)")
+    keep: int = option(3, "newest checkpoints to keep, 0 for all")
+    eval_every: int = option(0, "steps between evaluations (a tenth of the run)")
+    compile_cache: str = option("", "folder of compiled kernels (~/.cache/blockdraft)")
+    mask_token_id: int = option(-1, "mask token (default: the tokenizer's, or one nothing uses)")
+    max_bad_lines: int = option(100, "broken lines to skip before giving up")
+    depth: int = option(2, "feature buffers of a rank")
+    seed: int = option(0, "seed of initial weights, packing and anchors")
+    device: str = option("", "cuda or cpu (default: cuda where every rank has a GPU)")
+
+    @property
+    def folder(self) -> Path:
+        return Path(self.target) if self.target else TINY
+
+
+def parse_flags(argv: list[str] | None = None) -> Config:
+    """The config from the command line; a resumed run's saved config fills in what is not given."""
+    parser = argparse.ArgumentParser(
+        prog="train.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    for f in dataclasses.fields(Config):
+        many = {"nargs": "+"} if typing.get_origin(f.type) is list else {}
+        kind = str if many else f.type
+        flag = "--" + f.name.replace("_", "-")
+        parser.add_argument(flag, type=kind, default=argparse.SUPPRESS, help=f.metadata["help"], **many)
+    given = vars(parser.parse_args(argv))
+    saved = {}
+    if given.get("resume"):
+        run, _ = checkpoint.find_checkpoint(Path(given["resume"]))
+        saved = json.loads((run / "config.json").read_text(encoding="utf-8"))
+        if saved.pop("world_size") != int(os.environ.get("WORLD_SIZE", 1)):
+            saved |= {"drafters": 0, "layout": ""}  # another world: split it anew
+        known = {f.name for f in dataclasses.fields(Config)}
+        saved = {k: v for k, v in saved.items() if k in known} | {"out": str(run)}
+    return Config(**(saved | given))
+
+
+def resolve(c: Config, t: TargetConfig, world_size: int, nodes: int) -> Config:
+    """Fill in what was left open and check the rest; ValueError names the flag and what would do."""
+    tiny = not c.target
+    c = dataclasses.replace(c)
+    c.token_budget = c.token_budget or (1024 if tiny else 16384)
+    c.block_size = c.block_size or (8 if tiny else 16)
+    c.draft_layers = c.draft_layers or (2 if tiny else 5)
+    c.gamma = c.gamma or model.default_gamma(c.block_size)
+    c.max_length = c.max_length or min(4096, t.max_position, c.token_budget)
+    c.anchors = c.anchors or c.token_budget // 4
+    c.anchor_chunk = min(c.anchor_chunk or 2048, c.anchors)
+    c.anchors = -(-c.anchors // c.anchor_chunk) * c.anchor_chunk
+    if tiny:
+        c.steps = c.steps or 500
+        c.data, c.eval_data = c.data or [str(TINY / "train.jsonl")], c.eval_data or [str(TINY / "eval.jsonl")]
+    positive = (
+        "token_budget max_batch_size max_length block_size draft_layers taps anchors anchor_chunk gamma lr "
+    )
+    for name in (positive + "clip epochs depth").split():
+        if not getattr(c, name) > 0:
+            raise ValueError(f"--{name.replace('_', '-')} {getattr(c, name)}: must be above 0")
+    for name in "steps batches_per_step save_every keep eval_every max_bad_lines drafters".split():
+        if getattr(c, name) < 0:
+            raise ValueError(f"--{name.replace('_', '-')} {getattr(c, name)}: must not be below 0")
+    if not c.data:
+        raise ValueError("--data is missing: give the training data of this target, one or more JSONL files")
+    if c.token_budget % model.TILE:
+        better = -(-c.token_budget // model.TILE) * model.TILE
+        raise ValueError(
+            f"--token-budget {c.token_budget}: must be a multiple of {model.TILE}: give {better}"
+        )
+    if c.block_size < 2:
+        raise ValueError(
+            f"--block-size {c.block_size}: a block is one real token and at least one drafted: give 2 or more"
+        )
+    if c.max_length > t.max_position:
+        raise ValueError(f"--max-length {c.max_length}: the target takes {t.max_position} positions")
+    if not 0 <= c.warmup_ratio < 1:
+        raise ValueError(f"--warmup-ratio {c.warmup_ratio}: must be at least 0 and below 1")
+    if c.device not in ("", "cuda", "cpu"):
+        raise ValueError(f"--device {c.device}: give cuda or cpu")
+    return resolve_split(c, t, world_size, nodes)
+
+
+def resolve_split(c: Config, t: TargetConfig, world_size: int, nodes: int) -> Config:
+    """Choose layout, drafters and batches per step for this world, or check what was asked for."""
+    c.layout = c.layout or ("split" if world_size > 1 and c.drafters != world_size else "colocate")
+    if c.layout not in ("split", "colocate"):
+        raise ValueError(f"--layout {c.layout}: give split or colocate")
+    if c.layout == "colocate":
+        if c.drafters not in (0, world_size):
+            raise ValueError(
+                f"--drafters {c.drafters}: with --layout colocate all {world_size} ranks draft: leave it out"
+            )
+        c.drafters = world_size
+    else:
+        per_node = world_size // nodes
+        if per_node < 2:
+            raise ValueError(
+                "--layout split: needs 2 ranks a node, one target and one drafter: give --layout colocate"
+            )
+        if not c.drafters:
+            d = DrafterConfig.of(t, c.draft_layers, c.block_size, c.taps, 0)
+            ours = d.step_flops(c.token_budget, c.anchors)
+            theirs = t.prefill_flops(c.token_budget, max(d.ids) + 1)
+            fits = [
+                n
+                for n in range(1, per_node)
+                if not c.batches_per_step or c.batches_per_step % (n * nodes) == 0
+            ]
+            if not fits:
+                raise ValueError(
+                    f"--batches-per-step {c.batches_per_step}: no split of {per_node} ranks a node divides it"
+                )
+            best = per_node * ours / (ours + theirs)
+            c.drafters = min(fits, key=lambda n: (abs(n - best), n)) * nodes
+        if c.drafters % nodes or not 0 < c.drafters // nodes < per_node:
+            raise ValueError(
+                f"--drafters {c.drafters}: on {nodes} node(s) of {per_node} ranks give a multiple of {nodes} "
+                f"from {nodes} to {(per_node - 1) * nodes}, so that each node has a target and a drafter"
+            )
+    c.batches_per_step = c.batches_per_step or c.drafters
+    if c.batches_per_step % c.drafters:
+        raise ValueError(
+            f"--batches-per-step {c.batches_per_step}: must be a multiple of the {c.drafters} drafters"
+        )
+    return c
+
+
+# ---------------------------------------------------------------------------------------------------------
+# The job: what both roles share
+
+
+class Batches:
+    """Batches by number, on the ranks that open the data set. Global order, padded at an epoch's end."""
+
+    def __init__(self, c: Config, t: TargetConfig):
+        self.c = c
+        tokenizer = data.load_tokenizer(c.folder)
+        options = (tokenizer, c.max_length, USER_CACHE / "tokens", c.max_bad_lines)
+        self.corpus = self.held_out = data.load_corpus(c.data, *options)
+        train_docs = np.arange(len(self.corpus))
+        if c.eval_data:
+            self.held_out = data.load_corpus(c.eval_data, *options)
+            eval_docs = np.arange(len(self.held_out))
+        else:
+            train_docs, eval_docs = data.split_held_out(
+                self.corpus, min(0.03, 512 / max(1, len(self.corpus))), c.seed
+            )
+        self.plan, self.eval_plan = (
+            data.pack(corpus.lengths, docs, c.token_budget, c.max_batch_size, c.seed)
+            for corpus, docs in ((self.corpus, train_docs), (self.held_out, eval_docs))
+        )
+        mask_token = None if c.mask_token_id < 0 else c.mask_token_id
+        self.facts = {
+            "batches": self.plan.batches,
+            "eval_batches": self.eval_plan.batches,
+            "mask_token": data.choose_mask_token(tokenizer, t.vocab, self.corpus, mask_token),
+            "sources": self.held_out.source_names,
+            "about": f"{self.corpus.report}; batches {100 * self.plan.fill:.1f}% full",
+            "note": self.plan.note,
+        }
+
+    def train(self, b: int) -> data.Batch:
+        """Batch b of the run; weight-zero batches fill an epoch up to whole steps."""
+        c = self.c
+        epoch, i = divmod(b, steps_per_epoch(c, self.plan.batches) * c.batches_per_step)
+        if i >= self.plan.batches:
+            return data.empty_batch(b, c.token_budget, c.max_batch_size, c.anchors)
+        docs = self.plan.docs(self.plan.batch_of(epoch, i))
+        return data.make_batch(self.corpus, docs, b, c.token_budget, c.max_batch_size, c.anchors, c.seed)
+
+    def evaluation(self, j: int) -> data.Batch:
+        c = self.c
+        docs = self.eval_plan.docs(j)
+        return data.make_batch(self.held_out, docs, j, c.token_budget, c.max_batch_size, c.anchors, c.seed)
+
+
+def steps_per_epoch(c: Config, batches: int) -> int:
+    return -(-batches // c.batches_per_step)
+
+
+class Job:
+    """One rank's view of the run: config, world, models, and the step it is at."""
+
+    def __init__(
+        self, c: Config, t: TargetConfig, world: World, ending: Ending, run: Path, place: Path | None = None
+    ):
+        self.c, self.t, self.world, self.ending = c, t, world, ending
+        self.place = place  # the checkpoint to start from
+        self.device = world.device
+        self.dtype = torch.bfloat16 if self.device.type == "cuda" else torch.float32
+        self.folder = None
+        if world.rank == 0:
+            self.folder = checkpoint.RunFolder(run)
+            ending.on_forced_end = lambda why: self.folder.write_status(
+                "failed", why=f"ended by force: {why}"
+            )
+        self.batches = world.together(lambda: Batches(c, t) if world.runs_target else None, "data")
+        facts = world.gather(self.batches.facts if self.batches else None)
+        self.facts = next(f for f in facts if f)
+        self.drafter_config = DrafterConfig.of(
+            t, c.draft_layers, c.block_size, c.taps, self.facts["mask_token"]
+        )
+        self.total_steps = c.steps or c.epochs * steps_per_epoch(c, self.facts["batches"])
+        self.eval_every = c.eval_every or max(1, self.total_steps // 10)
+        self.save_every = c.save_every or max(1, self.total_steps // 4)
+        self.first_step, self.last_step = 0, self.total_steps  # last_step shrinks when a stop is asked for
+        width = len(self.drafter_config.ids) * t.hidden
+        self.shapes = stream.Shapes(c.token_budget, c.anchors, c.max_batch_size, width, self.dtype)
+        ahead = -(-(world.targets if not world.colocate else 0) // c.batches_per_step)
+        self.control = Control(world, 1 + c.depth + ahead, CONTROL_FIELDS)
+
+    def load_models(self) -> None:
+        c, d = self.c, self.drafter_config
+        show = self.world.local == 0 or self.world.place == self.world.drafters_per_node
+        if self.world.runs_target:
+            self.target = self.world.together(
+                lambda: Target.load(c.folder, self.device, self.dtype, max(d.ids) + 1, False, show), "target"
+            )
+        else:
+            self.world.together(lambda: None, "target")
+        if self.world.drafts:
+            tables = self.world.together(
+                lambda: model.load_embedding_and_head(c.folder, self.device, self.dtype), "target"
+            )
+            self.drafter = Drafter(d, *tables, seed=c.seed).to(self.device)
+            self.optimizer = torch.optim.AdamW(
+                self.drafter.parameters(), lr=c.lr, betas=(0.9, 0.95), weight_decay=0.0, fused=True
+            )
+        else:
+            self.world.together(lambda: None, "target")
+
+    def put(self, t: Tensor) -> Tensor:
+        """To this rank's device without waiting for it."""
+        return t.pin_memory().to(self.device, non_blocking=True) if self.device.type == "cuda" else t
+
+    def lr(self, step: int) -> float:
+        """Linear warm-up, then cosine to 0; `step` counts from 1."""
+        warm = max(1, round(self.c.warmup_ratio * self.total_steps))
+        if step <= warm:
+            return self.c.lr * step / warm
+        return self.c.lr * 0.5 * (1 + math.cos(math.pi * (step - warm) / max(1, self.total_steps - warm)))
+
+    def step_batches(self, step: int) -> range:
+        """The batches of a step (from 1), in the run's global order."""
+        n = self.c.batches_per_step
+        return range((step - 1) * n, step * n)
+
+    def evaluates(self, step: int) -> bool:
+        """Is there an evaluation after this step? Not after the last one of a run that is stopped early."""
+        return step == self.total_steps or (step % self.eval_every == 0 and step < self.last_step)
+
+    def saves(self, step: int) -> bool:
+        return step % self.save_every == 0 or step == self.last_step
+
+    def make_features(self, batch: data.Batch, out_TKH: Tensor) -> Tensor:
+        """The target's hidden states of a packed batch, into `out_TKH` [T, K*H]."""
+        tokens = int((batch.doc_T >= 0).sum())
+        bounds = batch.cu_seqlens.clamp(max=tokens)  # the padding tail is no document
+        inputs = [self.put(t) for t in (batch.tokens_T, batch.positions_T, bounds)]
+        return self.target.features(*inputs, self.c.max_length, list(self.drafter_config.ids), out_TKH)
+
+
+# ---------------------------------------------------------------------------------------------------------
+# Target ranks
+
+
+@torch.no_grad()
+def run_target(job: Job, sender: stream.Sender, pulse: "Pulse") -> None:
+    """Make the features of this rank's batches, in global order, and send each to the drafter it belongs
+    to.
+    """
+    if job.first_step == 0:
+        send_evaluation(job, sender)
+    for step in steps(job):
+        pulse.begin_step()
+        for b in job.step_batches(step):
+            if job.world.target_of(b) == job.world.rank:
+                batch = job.batches.train(b)
+                job.make_features(batch, sender.buffer())
+                sender.send(stream.TRAIN, batch)
+        pulse.end_step(step, {})
+        if job.evaluates(step):
+            send_evaluation(job, sender)
+    sender.close()
+
+
+def send_evaluation(job: Job, sender: stream.Sender) -> None:
+    for j in range(job.facts["eval_batches"]):
+        if job.world.target_of(j) == job.world.rank:
+            batch = job.batches.evaluation(j)
+            job.make_features(batch, sender.buffer())
+            sender.send(stream.EVAL, batch)
+
+
+def steps(job: Job) -> Iterator[int]:
+    """The steps still to do; ends where a stop was agreed on."""
+    step = job.first_step
+    while step < job.last_step:
+        step += 1
+        yield step
+
+
+# ---------------------------------------------------------------------------------------------------------
+# Drafter ranks
+
+
+class Streamed:
+    """Where a drafter rank gets its batches: from the targets, through the stream."""
+
+    def __init__(self, job: Job):
+        self.job, self.receiver = job, stream.Receiver(job.world, job.shapes, job.c.depth)
+        self.waits, self.announced = self.receiver.waits, job.first_step
+        if job.first_step == 0:
+            self.announce_evaluation()
+
+    def announce(self, step: int) -> None:
+        """Let receives be posted for what surely comes: a stop takes effect later than `depth` steps
+        ahead.
+        """
+        job, rank = self.job, self.job.world.rank
+        for ahead in range(self.announced + 1, min(job.last_step, step + job.c.depth) + 1):
+            for b in job.step_batches(ahead):
+                if job.world.drafter_of(b) == rank:
+                    self.receiver.expect(stream.TRAIN, b)
+            if job.evaluates(ahead):
+                self.announce_evaluation()
+            self.announced = ahead
+
+    def announce_evaluation(self) -> None:
+        for j in range(self.job.facts["eval_batches"]):
+            if self.job.world.drafter_of(j) == self.job.world.rank:
+                self.receiver.expect(stream.EVAL, j)
+
+    def train(self, b: int) -> tuple[data.Batch, Tensor]:
+        return self.receiver.take()
+
+    def evaluation(self, j: int) -> tuple[data.Batch, Tensor]:
+        return self.receiver.take()
+
+    def release(self) -> None:
+        self.receiver.release()
+
+
+class Colocated:
+    """Where a rank that does both gets its batches: from its own target, in turn."""
+
+    def __init__(self, job: Job):
+        self.job, self.waits = job, stream.Waits(job.device)
+        self.buffer = stream.Buffers(job.shapes, 1, job.device).all[0]
+
+    def announce(self, step: int) -> None:
+        pass
+
+    def release(self) -> None:
+        pass
+
+    @torch.no_grad()
+    def train(self, b: int) -> tuple[data.Batch, Tensor]:
+        batch = self.job.batches.train(b)
+        return batch, self.job.make_features(batch, self.buffer)
+
+    @torch.no_grad()
+    def evaluation(self, j: int) -> tuple[data.Batch, Tensor]:
+        batch = self.job.batches.evaluation(j)
+        return batch, self.job.make_features(batch, self.buffer)
+
+
+def run_drafter(job: Job, feed: Streamed | Colocated, pulse: "Pulse") -> None:
+    """The optimizer steps: forward and backward over this rank's batches, one update together."""
+    world, replica = job.world, wrap(job)
+    if job.first_step == 0:
+        pulse.evaluated(0, evaluate(job, feed))
+    for step in steps(job):
+        feed.announce(step)
+        pulse.begin_step()
+        totals, tokens = torch.zeros(6, device=job.device), 0
+        mine = [b for b in job.step_batches(step) if world.drafter_of(b) == world.rank]
+        for b in mine:
+            batch, features_TKH = feed.train(b)
+            totals += accumulate(job, replica, batch, features_TKH, sync=b == mine[-1])
+            tokens += int((batch.doc_T >= 0).sum())
+            feed.release()
+        dist.all_reduce(totals, group=world.draft_group)
+        grad_norm, skipped = update(job, totals[1], job.lr(step))
+        pulse.end_step(step, {"tokens": tokens}, torch.cat([totals, torch.stack([grad_norm, skipped])]))
+        if job.evaluates(step):
+            pulse.evaluated(step, evaluate(job, feed))
+        if job.saves(step) and job.folder:
+            save(job, step)
+
+
+def wrap(job: Job) -> nn.Module:
+    """Data-parallel replica. DDP reorders its sums after the first backward: get that over beforehand."""
+    if job.world.drafters == 1:
+        return job.drafter
+    ids = [0] if job.device.type == "cuda" else None
+    replica = nn.parallel.DistributedDataParallel(
+        job.drafter, device_ids=ids, process_group=job.world.draft_group, gradient_as_bucket_view=True
+    )
+    c, shapes = job.c, job.shapes
+    nothing = data.empty_batch(0, c.token_budget, c.max_batch_size, c.anchors)
+    features_TKH = torch.zeros(shapes.tokens, shapes.width, dtype=shapes.dtype, device=job.device)
+    for _ in range(2):
+        accumulate(job, replica, nothing, features_TKH, sync=True)
+    for p in job.drafter.parameters():
+        p.grad.zero_()
+    return replica
+
+
+def to_blocks(job: Job, batch: data.Batch, anchors_A: Tensor) -> Iterator[Blocks]:
+    """The batch's anchors a chunk at a time, as blocks on the device."""
+    row = [job.put(t) for t in (batch.tokens_T, batch.positions_T, batch.doc_T, batch.mask_T)]
+    c = job.c
+    for chunk in job.put(anchors_A).split(c.anchor_chunk):
+        yield model.make_blocks(*row, chunk, c.block_size, c.gamma, job.facts["mask_token"])
+
+
+def accumulate(job: Job, replica: nn.Module, batch: data.Batch, features_TKH: Tensor, sync: bool) -> Tensor:
+    """Forward and backward over one batch, chunk after chunk of anchors; gradients of plain sums add up.
+
+    All chunks but the last run against detached context keys and values and leave their gradient there; the
+    last chunk's backward carries it on through k_proj, v_proj and fc. So each parameter is touched once by
+    the backward that DDP reduces. Returns fp32 sums [loss, weight, right, slots, prefix, blocks].
+    """
+    totals = torch.zeros(6, device=job.device)
+    kv = job.drafter.context_keys_values(features_TKH, job.put(batch.positions_T))
+    held = [(k.detach().requires_grad_(), v.detach().requires_grad_()) for k, v in kv]
+    chunks = list(to_blocks(job, batch, batch.anchors_A))
+    for i, blocks in enumerate(chunks):
+        last = i == len(chunks) - 1
+        alone = not (last and sync) and replica is not job.drafter
+        with replica.no_sync() if alone else contextlib.nullcontext():
+            loss, predicted = replica(kv if last else held, blocks)
+            if last:
+                ends = [
+                    (t, h.grad) for pair in zip(kv, held, strict=True) for t, h in zip(*pair, strict=True)
+                ]
+                ends = [(t, grad) for t, grad in ends if grad is not None]
+                torch.autograd.backward([loss, *(t for t, _ in ends)], [None, *(grad for _, grad in ends)])
+            else:
+                loss.backward()
+        totals += measure(loss.detach(), predicted, blocks)
+    return totals
+
+
+def measure(loss: Tensor, predicted: Tensor, blocks: Blocks) -> Tensor:
+    """fp32 sums [loss, weight, right, slots, prefix, blocks] of a chunk, on the device."""
+    labels, weights = blocks.labels_AB[:, 1:], blocks.weights_AB[:, 1:]
+    supervised = weights > 0
+    right = (predicted == labels) & supervised
+    prefix = model.matching_prefix(predicted, labels, weights)
+    sums = (loss, weights.sum(), right.sum(), supervised.sum(), prefix.sum(), blocks.real_A.sum())
+    return torch.stack([s.float() for s in sums])
+
+
+def update(job: Job, weight: Tensor, lr: float) -> tuple[Tensor, Tensor]:
+    """Scale the summed gradients to the global mean, clip, step. Returns (gradient norm, 1.0 where skipped).
+
+    DDP divided by the drafters; the gradient of the one big batch is sum / global weight. A non-finite
+    gradient skips the step on the device, without a branch, so that all replicas agree.
+    """
+    grads = [p.grad for p in job.drafter.parameters()]
+    scale = job.world.drafters / weight.clamp(min=1e-9)
+    norm = nn.utils.get_total_norm(grads) * scale
+    skip = (~torch.isfinite(norm) | (weight == 0)).float()
+    factor = scale * (job.c.clip / (norm + 1e-6)).clamp(max=1.0)
+    torch._foreach_mul_(grads, torch.where(skip > 0, 0.0, factor))
+    for group in job.optimizer.param_groups:
+        group["lr"] = lr
+    job.optimizer.found_inf = (
+        skip  # what torch.amp's scaler hands over: the fused kernel then leaves all as it is
+    )
+    job.optimizer.step()
+    torch._foreach_zero_(grads)
+    return norm, skip
+
+
+# ---------------------------------------------------------------------------------------------------------
+# Evaluation: every supervised position of the held-out documents is an anchor
+
+
+@torch.no_grad()
+def evaluate(job: Job, feed: Streamed | Colocated) -> dict:
+    """Held-out loss, accuracy (in all and by slot), acc_len and tau, over all drafters.
+
+    acc_len is teacher-forced: the mean over all positions. tau walks each recorded answer as decoding would,
+    so it is tokens per target pass, exactly so where the answers are the target's own greedy ones.
+    """
+    c, sources = job.c, job.facts["sources"]
+    totals = torch.zeros(6, device=job.device)
+    by_slot = torch.zeros(2, c.block_size - 1, device=job.device)
+    walked = torch.zeros(2, len(sources), dtype=torch.float64)
+    for j in range(job.facts["eval_batches"]):
+        if job.world.drafter_of(j) != job.world.rank:
+            continue
+        batch, features_TKH = feed.evaluation(j)
+        kv = job.drafter.context_keys_values(features_TKH, job.put(batch.positions_T))
+        anchors_A, prefixes = every_anchor(batch, c.anchor_chunk), []
+        for blocks in to_blocks(job, batch, anchors_A):
+            loss, predicted = job.drafter(kv, blocks)
+            totals += measure(loss, predicted, blocks)
+            supervised = blocks.weights_AB[:, 1:] > 0
+            by_slot[0] += ((predicted == blocks.labels_AB[:, 1:]) & supervised).sum(0)
+            by_slot[1] += supervised.sum(0)
+            prefixes.append(
+                model.matching_prefix(predicted, blocks.labels_AB[:, 1:], blocks.weights_AB[:, 1:])
+            )
+        prefix_T = torch.zeros(c.token_budget, dtype=torch.int64)
+        prefix_T[anchors_A.clamp(min=0)] = torch.cat(prefixes).cpu() * (anchors_A >= 0)
+        for document, tokens, drafted in model.walk_answers(prefix_T, batch.mask_T, batch.doc_T):
+            walked[:, batch.source_D[document]] += torch.tensor([tokens, drafted])
+        feed.release()
+    walked = walked.to(job.device, torch.float32)
+    for sums in (totals, by_slot, walked):
+        dist.all_reduce(sums, group=job.world.draft_group)
+    loss, weight, right, slots, prefix, blocks_seen = totals.tolist()
+    tokens, drafted = walked.tolist()
+    return {
+        "eval_loss": loss / max(weight, 1e-9),
+        "eval_acc": right / max(slots, 1),
+        "eval_acc_len": 1 + prefix / max(blocks_seen, 1),
+        "eval_tau": sum(tokens) / max(sum(drafted), 1),
+        "eval_acc_by_slot": (by_slot[0] / by_slot[1].clamp(min=1)).tolist(),
+        "eval_tau_by_source": {s: a / b for s, a, b in zip(sources, tokens, drafted, strict=True) if b},
+    }
+
+
+def every_anchor(batch: data.Batch, chunk: int) -> Tensor:
+    """Packed indices of all valid anchors, padded with -1 to whole chunks."""
+    where = np.flatnonzero(data.valid_anchors(batch.mask_T.numpy(), batch.doc_T.numpy()))
+    anchors = np.full(max(1, -(-len(where) // chunk)) * chunk, -1, np.int64)
+    anchors[: len(where)] = where
+    return torch.from_numpy(anchors)
+
+
+# ---------------------------------------------------------------------------------------------------------
+# The log
+
+
+class Pulse:
+    """The end of each step: what this rank did goes to the control exchange, what all did to the log.
+
+    On a GPU a step's numbers are still being computed when the host gets here, so they are posted one step
+    later; reading them waits for the step before, never for the one just issued.
+    """
+
+    def __init__(self, job: Job, waits: stream.Waits):
+        self.job, self.waits = job, waits
+        self.unposted: list[tuple] = []
+        self.logged = job.first_step
+        self.bad_in_a_row, self.held, self.speed = 0, {}, []
+        self.begun = None
+
+    def mark(self):
+        """Now, on this rank's device."""
+        if self.job.device.type != "cuda":
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def end_step(self, step: int, known: dict[str, float], computed: Tensor | None = None) -> None:
+        job, ended = self.job, self.mark()
+        if computed is not None and computed.is_cuda:
+            computed = computed.to("cpu", non_blocking=True)
+        known = known | self.memory() | {"stop": job.ending.asked.is_set()}
+        self.unposted.append((step, known, computed, self.begun, ended, self.waits.cut()))
+        self.begun = ended
+        flush = job.saves(step) or job.evaluates(step) or step == job.last_step
+        while self.unposted and (flush or len(self.unposted) > 1):
+            self.post(*self.unposted.pop(0))
+        self.decide(step)
+        if job.folder:
+            self.log(step if flush else step - job.control.lag)
+        if flush:  # evaluation and saving are not part of the next step's time
+            self.begun = None
+
+    def post(self, step: int, known: dict, computed: Tensor | None, begun, ended, cut) -> None:
+        if self.job.device.type == "cuda":
+            ended.synchronize()
+            seconds = begun.elapsed_time(ended) / 1000 if begun is not None else 0.0
+        else:
+            seconds = ended - begun if begun is not None else 0.0
+        if computed is not None:
+            known |= dict(zip(COMPUTED, computed.tolist(), strict=True))
+        self.job.control.post(step, known | {"step_s": seconds, "wait_s": stream.Waits.total(cut)})
+
+    def begin_step(self) -> None:
+        """A step begins where the one before ended, but for an evaluation or a checkpoint between them."""
+        if self.begun is None:
+            self.waits.cut()
+            self.begun = self.mark()
+
+    def memory(self) -> dict[str, float]:
+        """Peak and free memory, GiB: of the device where there is one, else of the process and the
+        machine.
+        """
+        if self.job.device.type == "cuda":
+            free, total = torch.cuda.mem_get_info()
+            return {"peak_gib": (total - free) / 2**30, "free_gib": free / 2**30}
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        pages = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        return {"peak_gib": peak / 2**30, "free_gib": pages / 2**30}
+
+    def decide(self, step: int) -> None:
+        """What the exchange of `lag` steps ago says: stop soon, or give up. The same on every rank."""
+        job, seen = self.job, step - self.job.control.lag
+        values = job.control.read(seen)
+        if values is None:
+            return
+        if any(values["stop"]):
+            job.last_step = min(job.last_step, step + 1 + job.c.depth)
+        self.bad_in_a_row = self.bad_in_a_row + 1 if values["skipped"][0] else 0
+        if self.bad_in_a_row == 5:
+            raise UserError(
+                f"5 steps in a row with a non-finite gradient, up to step {seen}: lower --lr, check the data"
+            )
+        job.control.forget(self.logged + 1 if job.folder else seen)
+
+    def log(self, upto: int) -> None:
+        """Rank 0: one metrics line and one console line for each step that is known by now."""
+        while self.logged < upto:
+            step = self.logged + 1
+            record = self.record(step, self.job.control.read(step))
+            self.logged = step
+            self.job.folder.say(self.line(record))
+            if self.job.evaluates(step):
+                self.held = record  # its line in metrics.jsonl also has the evaluation
+            else:
+                self.job.folder.write_metrics(record)
+
+    def record(self, step: int, v: dict[str, list[float]]) -> dict:
+        job, world = self.job, self.job.world
+        drafters = world.drafter_ranks()
+        targets = [r for r in range(world.size) if world.colocate or r not in drafters]
+        step_s = max(v["step_s"][r] for r in drafters)
+        self.speed = [*self.speed[-49:], step_s] if step_s else self.speed
+
+        def share(ranks: list[int]) -> float:
+            return sum(v["wait_s"][r] / v["step_s"][r] if v["step_s"][r] else 0.0 for r in ranks) / len(ranks)
+
+        weight, slots, blocks = max(v["weight"][0], 1e-9), max(v["slots"][0], 1), max(v["blocks"][0], 1)
+        mean_s = sum(self.speed) / max(1, len(self.speed))
+        return {
+            "step": step,
+            "loss": v["loss"][0] / weight,
+            "acc": v["right"][0] / slots,
+            "acc_len": 1 + v["prefix"][0] / blocks,
+            "lr": job.lr(step),
+            "grad_norm": v["grad_norm"][0],
+            "step_ms": 1000 * step_s,
+            "tokens_per_s": sum(v["tokens"]) / step_s if step_s else 0.0,
+            "wait_target": share(targets),
+            "wait_drafter": share(drafters),
+            "peak_gib": max(v["peak_gib"]),
+            "headroom_gib": min(v["free_gib"]),
+            "eta_s": (job.total_steps - step) * mean_s,
+            **({"skipped": True} if v["skipped"][0] else {}),
+        }
+
+    def line(self, m: dict) -> str:
+        total = m["peak_gib"] + m["headroom_gib"]
+        text = (
+            f"step {m['step']:05d}/{self.job.total_steps:05d} | loss {m['loss']:.4f} "
+            f"| acc_len {m['acc_len']:.2f} | lr {m['lr']:.1e} | gnorm {m['grad_norm']:.2f} | {m['step_ms']:.0f} ms "
+            f"| {m['tokens_per_s'] / 1000:.1f} Ktok/s "
+            f"| wait t {100 * m['wait_target']:.0f}% d {100 * m['wait_drafter']:.0f}% "
+            f"| {m['peak_gib']:.1f}/{total:.0f} GiB | eta {duration(m['eta_s'])}"
+        )
+        return text + (" | SKIPPED: gradient not finite" if m.get("skipped") else "")
+
+    def evaluated(self, step: int, result: dict) -> None:
+        """Rank 0: report an evaluation made after `step`."""
+        folder = self.job.folder
+        if not folder:
+            return
+        folder.write_metrics({"step": step, **self.held, **result})
+        self.held = {}
+        folder.say(
+            f"eval {step:05d} | loss {result['eval_loss']:.4f} | acc {100 * result['eval_acc']:.1f}% "
+            f"| acc_len {result['eval_acc_len']:.2f} (teacher-forced) | tau {result['eval_tau']:.2f} | "
+            + ", ".join(f"{s} {tau:.2f}" for s, tau in result["eval_tau_by_source"].items())
+        )
+        checkpoint.draw_curves(folder.path, f"{self.job.c.folder.name}: {folder.path}")
+
+
+def duration(seconds: float) -> str:
+    if seconds < 90:
+        return f"{seconds:.0f}s"
+    return f"{seconds / 60:.0f}m" if seconds < 5400 else f"{seconds / 3600:.1f}h"
+
+
+# ---------------------------------------------------------------------------------------------------------
+# Start and end
+
+
+def save(job: Job, step: int) -> None:
+    """Rank 0 writes the checkpoint of a finished step; the others go on and meet it at the next
+    all-reduce.
+    """
+    state = {"config": dataclasses.asdict(job.c), "next_batch": step * job.c.batches_per_step}
+    place = checkpoint.save(job.folder.path, step, job.drafter, job.optimizer, state, job.c.keep)
+    job.folder.say(f"saved {place} (export: {place / 'export'})")
+
+
+def gate(job: Job) -> None:
+    """One rank of each node and role compiles what the run will run; then the others read it."""
+    c, world, work = job.c, job.world, None
+    source = compile_utils.source_hash(model)
+    if world.drafts:
+        job.drafter.run_layer = compile_utils.compile(model.DrafterLayer.forward, name="drafter layer")
+        if job.device.type == "cuda":
+            job.drafter.run_loss = compile_utils.compile(model.cross_entropy_rows, name="loss")
+        work = warm_up(job)
+    d = job.drafter_config
+    shape = (d.hidden, d.intermediate, d.heads, d.kv_heads, d.head_dim, d.vocab)
+    key = f"T{c.token_budget} A{c.anchor_chunk} B{d.block_size} {shape} {job.dtype}"
+    compile_utils.gate(
+        work,
+        role=world.role,
+        leader=world.node * world.per_node + (0 if world.drafts else world.drafters_per_node),
+        store=world.store,
+        key=key,
+        label=world.name(),
+        source=source,
+        log=job.folder.say if job.folder else print,
+    )
+    if job.device.type == "cuda":
+        compile_utils.freeze()
+
+
+def warm_up(job: Job) -> typing.Callable[[], None]:
+    """Training forward and backward and evaluation forward on the run's shapes, on the unwrapped module."""
+
+    def work() -> None:
+        c, shapes = job.c, job.shapes
+        nothing = data.empty_batch(0, c.token_budget, c.max_batch_size, c.anchors)
+        features_TKH = torch.zeros(shapes.tokens, shapes.width, dtype=shapes.dtype, device=job.device)
+        accumulate(job, job.drafter, nothing, features_TKH, sync=True)
+        with torch.no_grad():
+            kv = job.drafter.context_keys_values(features_TKH, job.put(nothing.positions_T))
+            job.drafter(kv, next(to_blocks(job, nothing, nothing.anchors_A[: c.anchor_chunk])))
+        job.optimizer.zero_grad()
+        if job.device.type == "cuda":
+            torch.cuda.synchronize()
+
+    return work
+
+
+def choose_run(c: Config, world: World) -> tuple[Path, Path | None]:
+    """(run folder, checkpoint to start from): rank 0 chooses, all hear it, elastic restarts keep it."""
+    restarted = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) > 0
+
+    def choose() -> tuple[Path, Path | None]:
+        if c.resume:
+            return checkpoint.find_checkpoint(Path(c.resume))
+        run = Path(c.out) if c.out else checkpoint.next_free_run()
+        if restarted and (run / "config.json").exists():
+            return checkpoint.find_checkpoint(run)
+        if run.exists() and any(run.iterdir()):
+            raise ValueError(f"--out {run}: not empty: give a new folder, or --resume {run} to go on with it")
+        return run, None
+
+    chosen = world.together(lambda: choose() if world.rank == 0 else None, "run folder")
+    return world.gather(chosen)[0]
+
+
+def start(job: Job) -> None:
+    """Load everything, compile behind the gate, restore a checkpoint: ready for the first step."""
+    c, world, folder = job.c, job.world, job.folder
+    if folder:
+        saved = {"out": str(folder.path), "resume": "", "world_size": world.size}
+        folder.write_config(dataclasses.asdict(c) | saved)
+        folder.write_status("running", pid=os.getpid())
+        for line in banner(job):
+            folder.say(line)
+    job.load_models()
+    stream.warm_pairs(world)
+    gate(job)
+    if job.place:
+
+        def restore() -> dict:
+            if world.drafts:
+                return checkpoint.load(job.place, job.drafter, job.optimizer)
+            return checkpoint.read_state(job.place)
+
+        job.first_step = world.together(restore, "resume")["step"]
+    if folder:
+        folder.open_metrics(job.first_step)
+        if job.place:
+            folder.say(f"resumed from {job.place}: {job.first_step} of {job.total_steps} steps done")
+    job.ending.training = True
+
+
+def banner(job: Job) -> Iterator[str]:
+    c, world, d = job.c, job.world, job.drafter_config
+    dtype = str(job.dtype).removeprefix("torch.")
+    yield f"run {job.folder.path} | target {c.folder} | {job.facts['about']}"
+    roles = (
+        f"{world.size} ranks do both"
+        if world.colocate
+        else f"{world.drafters} drafter(s) + {world.targets} target(s)"
+    )
+    yield (
+        f"{roles} on {world.nodes} node(s), {job.device.type} {dtype} | drafter: {d.layers} layers, "
+        f"B {d.block_size}, {d.parameters() / 1e6:.1f}M parameters, taps {list(d.ids)}, mask token {d.mask_token}"
+    )
+    yield (
+        f"{job.total_steps} steps of {c.batches_per_step} batch(es) of {c.token_budget} tokens, {c.anchors} anchors | "
+        f"evaluation every {job.eval_every}, checkpoint every {job.save_every} | gamma {c.gamma:g}, lr {c.lr:g}"
+    )
+    if job.facts["note"]:
+        yield f"note: {job.facts['note']}"
+
+
+def train(job: Job) -> None:
+    start(job)
+    world, folder = job.world, job.folder
+    if world.drafts:
+        feed = Colocated(job) if world.colocate else Streamed(job)
+        run_drafter(job, feed, Pulse(job, feed.waits))
+    else:
+        sender = stream.Sender(world, job.shapes, job.c.depth)
+        run_target(job, sender, Pulse(job, sender.waits))
+    world.barrier()
+    if folder:
+        stopped = job.last_step < job.total_steps
+        why = {"why": f"{job.ending.reason or 'another rank was asked to'}"} if stopped else {}
+        folder.write_status("stopped" if stopped else "finished", step=job.last_step, **why)
+        place = (checkpoint.checkpoints(folder.path) or [folder.path])[-1]
+        folder.say(f"{'stopped' if stopped else 'finished'}: checkpoint {place}, export {place / 'export'}")
+        if stopped:
+            folder.say(f"go on with: train.py --resume {folder.path}")
+
+
+def end_badly(error: BaseException, world: World, ending: Ending, folder: checkpoint.RunFolder | None) -> int:
+    """One rank says what went wrong, once: a line for what the user must change, else its traceback."""
+    first = ending.fail(error)
+    if first["rank"] in (world.rank, -1):
+        if not isinstance(error, UserError):
+            traceback.print_exception(error, file=sys.stderr)
+        print(f"train.py: {first['why']}", file=sys.stderr, flush=True)
+    if folder:
+        folder.write_status("failed", why=first["why"])
+    return 1 if ending.training else 2
+
+
+def main() -> int:
+    """Parse and check, then join. Exit 0: finished or stopped; 2: before the first step; 1: after."""
+    try:
+        c = parse_flags()
+        t = TargetConfig.from_folder(c.folder)
+        size = int(os.environ.get("WORLD_SIZE", 1))
+        c = resolve(c, t, size, size // int(os.environ.get("LOCAL_WORLD_SIZE", size)))
+    except (UserError, ValueError) as error:
+        if os.environ.get("LOCAL_RANK", "0") == "0":
+            print(f"train.py: {error}", file=sys.stderr)
+        return 2
+    ending, world = Ending(), World(c.layout, c.drafters)
+    job = None
+    try:
+        world.join(c.device, allow_cpu=not c.target)
+        ending.watch(world)
+        world.together(lambda: compile_utils.use_cache(c.compile_cache or None), "--compile-cache")
+        job = Job(c, t, world, ending, *choose_run(c, world))
+        train(job)
+        world.leave()
+    except Exception as error:  # whatever it is, every rank must end with it
+        code = end_badly(error, world, ending, job and job.folder)
+        sys.stdout.flush()
+        os._exit(code)  # no destructor may wait for a rank that is gone
+    ending.finished()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
