@@ -21,6 +21,7 @@ import argparse
 import bisect
 import hashlib
 import io
+import itertools
 import json
 import os
 import re
@@ -46,6 +47,7 @@ if TYPE_CHECKING:
 FORMAT = 1  # part of every cache key: raise it when the same input would give other tokens or masks
 MAX_LINE_BYTES = 8 << 20  # a longer line is a bad line: it must not fill the memory
 CHUNK_BYTES = 1 << 20  # what one worker gets at a time
+START_LIMIT_S = 120.0  # to start a worker and load the tokenizer, on a busy machine too
 RENDER_LIMIT_S = 20.0  # a worker silent for so long is stuck in its template and is killed
 RENDER_LIMIT_BYTES = 2 << 30  # address space a worker may add to what it holds once the tokenizer is loaded
 KEPT_BAD_LINES = 1000  # that many are listed in the report; all are counted
@@ -758,13 +760,15 @@ class Worker:
             env={**os.environ, **one_thread, "TOKENIZERS_PARALLELISM": "false"},
         )
         self.requests = io.BufferedWriter(self.process.stdin)
-        options = {"folder": str(folder), "max_length": max_length}
-        reply, _ = self.ask(
-            {**options, "limit_s": RENDER_LIMIT_S, "memory": RENDER_LIMIT_BYTES}, 60 + RENDER_LIMIT_S
-        )
-        if "error" in reply:
-            self.close()
-            raise ValueError(reply["error"])
+        options = {"folder": str(folder), "max_length": max_length, "memory": RENDER_LIMIT_BYTES}
+        for head, limit_s in (
+            ({**options, "limit_s": RENDER_LIMIT_S}, START_LIMIT_S),
+            ({"op": "compile"}, 0.0),
+        ):
+            reply, _ = self.ask(head, limit_s)
+            if "error" in reply:
+                self.close()
+                raise ValueError(reply["error"])
 
     def ask(self, head: dict, limit_s: float = 0.0, body: bytes = b"") -> tuple[dict, bytes]:
         """Send a request and wait for its reply; every sign of life starts the time limit anew."""
@@ -839,13 +843,8 @@ def worker_main() -> None:
     try:
         tokenizer = Tokenizer(head["folder"])
         limit_worker(head["memory"])
-        limit_cpu(2 * limit_s)
-        tokenizer.compile_template()
     except ValueError as error:
         send(pipe_out, {"error": str(error)})
-        return
-    except MemoryError:
-        send(pipe_out, {"fatal": "needs more memory than a worker may have"})
         return
     send(pipe_out, {"ready": True})
     while True:
@@ -869,7 +868,10 @@ def work(tokenizer, head: dict, body: bytes, max_length: int, limit_s: float, pi
         if head["op"] == "chat":
             ids, mask = chat_tokens(tokenizer, check_messages(head["messages"]))
             return {"ids": ids, "mask": mask}, b""
-    except BadLine as error:
+        if head["op"] == "compile":
+            tokenizer.compile_template()
+            return {"compiled": True}, b""
+    except ValueError as error:
         return {"error": str(error)}, b""
     beat = time.monotonic()
     found = Chunk(head["stem"])
@@ -1126,6 +1128,7 @@ def open_corpus(folder: Path) -> Corpus | None:
         if sizes != meta["sizes"] or min(sizes.values()) == 0:
             return None
         report = Report(**meta["report"])
+        report.bad_lines = [tuple(entry) for entry in report.bad_lines]
         corpus = Corpus(folder, report, meta["source_names"], meta["vocab_size"])
     except (FileNotFoundError, NotADirectoryError, ValueError, KeyError, TypeError):
         return None
@@ -1164,7 +1167,7 @@ def build_corpus(files, tokenizer, max_length: int, folder: Path, max_bad_lines:
 
 def chunks_of(path: Path):
     """(first line number, bytes of whole lines) of each piece; None for a line over MAX_LINE_BYTES."""
-    line, kept, skipping = 1, b"", False
+    line, kept, size, skipping = 1, [], 0, False
     with path.open("rb") as file:
         while block := file.read(CHUNK_BYTES):
             if skipping:
@@ -1172,16 +1175,18 @@ def chunks_of(path: Path):
                 if at < 0:
                     continue
                 skipping, block, line = False, block[at + 1 :], line + 1
-            kept += block
-            at = kept.rfind(b"\n") + 1
+            at = block.rfind(b"\n") + 1
             if at:
-                yield line, kept[: at - 1]
-                line, kept = line + kept.count(b"\n", 0, at), kept[at:]
-            if len(kept) > MAX_LINE_BYTES:
+                whole = b"".join([*kept, block[: at - 1]])
+                yield line, whole
+                line, kept, size, block = line + whole.count(b"\n") + 1, [], 0, block[at:]
+            kept.append(block)
+            size += len(block)
+            if size > MAX_LINE_BYTES:
                 yield line, None
-                kept, skipping = b"", True
-    if kept:
-        yield line, kept
+                kept, size, skipping = [], 0, True
+    if size:
+        yield line, b"".join(kept)
 
 
 def tokenize(files, tokenizer, max_length: int, folder: Path, max_bad_lines: int, workers: int):
@@ -1279,7 +1284,7 @@ def take(
 
 def check_bad_lines(report: Report, max_bad_lines: int) -> None:
     if report.bad > max_bad_lines:
-        first = "; ".join(bad_line(tuple(entry)) for entry in report.bad_lines[:3])
+        first = "; ".join(bad_line(entry) for entry in report.bad_lines[:3])
         raise ValueError(
             f"more than {max_bad_lines} bad lines: {first}; correct the data, or raise --max-bad-lines"
         )
@@ -1343,10 +1348,11 @@ class Plan:
 def pack(lengths, docs, token_budget: int, max_batch_size: int, seed: int, window: int = 2048) -> Plan:
     """Group documents into batches of at most token_budget tokens and max_batch_size documents, nearly full.
 
-    Documents come through a window in an order drawn from the seed. A batch takes random ones from it (so
-    that long and short stay mixed) until one of those left can fill what remains, then the longest that
-    fits; where random ones would leave the batch short of tokens at max_batch_size documents, it takes
-    longer ones. A document longer than the budget is cut to it (make_batch).
+    Documents come through a window in an order drawn from the seed. A batch is steered to be like the
+    window: while what is left of it asks for longer documents than the average, it draws from those,
+    otherwise from the shorter ones; the last ones are the longest that fit. So neither long nor short
+    documents are left over, also where max_batch_size nearly binds. A document longer than the budget is
+    cut to it (make_batch).
     """
     docs, lengths = np.asarray(docs, np.int64), np.asarray(lengths, np.int64)
     if token_budget < 2 or max_batch_size < 1:
@@ -1358,31 +1364,32 @@ def pack(lengths, docs, token_budget: int, max_batch_size: int, seed: int, windo
     size = np.minimum(lengths[order], token_budget)
     # An item is length << 40 | rank in the order: one sorted list of integers serves as the window.
     items = iter(((size << 40) | np.arange(len(order))).tolist())
-    pool = sorted(item for item, _ in zip(items, range(window), strict=False))
+    pool = sorted(itertools.islice(items, window))
     total = sum(item >> 40 for item in pool)
     dice, flat, bounds = iter(()), [], [0]
     while pool:
-        room, slots = token_budget, max_batch_size
-        while pool and slots and room:
+        room, picked = token_budget, 0
+        aim = min(max_batch_size, -(-len(pool) * token_budget // total))  # documents of a batch like the pool
+        while pool and room and picked < max_batch_size:
             fits = bisect.bisect_left(pool, (room + 1) << 40)
             if fits == 0:
                 break
-            need = room / slots
+            low, high = fits - 1, fits
+            if picked < aim - 1:
+                need = room / (aim - picked)
+                middle = bisect.bisect_left(pool, (int(need) + 1) << 40)
+                if need * len(pool) > total:
+                    low = min(middle, low)
+                else:
+                    low, high = 0, max(1, min(middle, fits))
             roll = next(dice, None)
             if roll is None:
                 dice = iter(rng.random(4096).tolist())
                 roll = next(dice)
-            if slots == 1 or room <= pool[-1] >> 40:
-                at = fits - 1
-            elif need * len(pool) > total:
-                low = min(bisect.bisect_left(pool, int(need) << 40), fits - 1)
-                at = low + int(roll * (fits - low))
-            else:
-                at = int(roll * fits)
-            item = pool.pop(at)
+            item = pool.pop(low + int(roll * (high - low)))
             flat.append(item & ((1 << 40) - 1))
             total -= item >> 40
-            room, slots = room - (item >> 40), slots - 1
+            room, picked = room - (item >> 40), picked + 1
         bounds.append(len(flat))
         while len(pool) < window and (item := next(items, None)) is not None:
             bisect.insort(pool, item)
@@ -1400,8 +1407,8 @@ def packing_note(size, cut: int, bounds, token_budget: int, max_batch_size: int,
     notes = []
     capped = np.diff(bounds) == max_batch_size
     if len(size) and fill < 0.97 and capped.mean() > 0.5:
-        full = int(size.mean() * max_batch_size)
-        need = -(-token_budget // max(1, int(size.mean())))
+        full = int(0.97 * size.mean() * max_batch_size)
+        need = int(1.03 * token_budget / size.mean()) + 1
         notes.append(
             f"max_batch_size {max_batch_size} binds: batches are {100 * fill:.0f}% full; a token budget of "
             f"about {full} would be full, or a max_batch_size of {need}"
@@ -1579,7 +1586,7 @@ def main() -> None:
         seconds = time.monotonic() - start
     print(f"{corpus.report}; {seconds:.1f} s, {corpus.report.seen_tokens / seconds / 1e6:.2f} Mtok/s")
     for entry in corpus.report.bad_lines[:10]:
-        print("bad line", bad_line(tuple(entry)))
+        print("bad line", bad_line(entry))
 
 
 if __name__ == "__main__":
