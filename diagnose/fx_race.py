@@ -60,9 +60,9 @@ KINDS = {
 OUTCOMES = ("ok", "fx_error", "other_error", "wrong", "eager", "signal", "hang")
 SHIPPED = ("gate", "processes")  # what may be shipped: these must be clean
 QUICK = (  # most telling first: the budget cuts the end
-    *(("gate", "together"), ("none", "held"), ("none", "together"), ("silence", "held"), ("force", "held")),
-    *(("none", "held_module"), ("lock", "held"), ("warmup", "held"), ("processes", "together")),
-    *(("none", "staggered"), ("lock", "together"), ("warmup", "together")),
+    *(("gate", "together"), ("none", "held"), ("none", "together"), ("processes", "together")),
+    *(("silence", "held"), ("force", "held"), ("none", "held_module"), ("lock", "held")),
+    *(("none", "staggered"), ("warmup", "held"), ("lock", "together"), ("warmup", "together")),
 )
 FULL = (
     *QUICK,
@@ -214,11 +214,13 @@ class Threads:
         self.spec = spec
         self.works = [Work(i, spec) for i in range(spec["workers"])]
         self.lock = threading.Lock() if spec["remedy"] == "lock" else contextlib.nullcontext()
+        # Under a held trace calls never overlap, so that the open trace is the only possible cause.
+        self.turns = threading.Lock() if spec["kind"] == "held" else contextlib.nullcontext()
         self.begin = threading.Barrier(len(self.works))
         self.cold: dict[int, float] = {}
         self.failures: list[dict] = []
         self.go = threading.Event()
-        self.tokens = [0] * len(self.works)
+        self.speed: dict[int, float] = {}
 
     def call(self, work: Work) -> list:
         with self.lock:
@@ -231,7 +233,7 @@ class Threads:
                 self.begin.wait(60)
                 if kind == "staggered":
                     time.sleep(index * self.spec["stagger"])
-                if kind == "held":  # one after another, so that the open trace is the only possible cause
+                if kind == "held":  # one after another
                     while len(self.cold) < index and not self.failures:
                         time.sleep(0.01)
                 start = time.perf_counter()
@@ -246,10 +248,12 @@ class Threads:
                     self.call(work)
                     time.sleep(0.0005)
                 self.go.wait()
-                end = time.perf_counter() + self.spec["steady"]
-                while not self.failures and time.perf_counter() < end:
-                    self.call(work)
-                    self.tokens[index] += work.length
+                start, tokens, elapsed = time.perf_counter(), 0, 0.0
+                while not self.failures and elapsed < self.spec["steady"]:
+                    with self.turns:
+                        self.call(work)
+                    tokens, elapsed = tokens + work.length, time.perf_counter() - start
+                self.speed[index] = tokens / elapsed if elapsed else 0.0
         except Exception as error:
             self.failures.append(describe(error))
 
@@ -275,7 +279,7 @@ class Threads:
                 thread.join(None if not self.failures else 0)
         eager_calls = sum(work.eager_calls for work in self.works)
         result = {"cold_s": cold_s, "graphs": graphs, "eager_calls": eager_calls}
-        result |= {"tokens_per_s": sum(self.tokens) / self.spec["steady"]}
+        result |= {"tokens_per_s": sum(self.speed.values())}
         if self.failures:
             return result | self.failures[0]
         if eager_calls or not sum(graphs.values()):
@@ -349,19 +353,19 @@ def run_rank(spec: dict) -> dict:
     if rank == 0:
         (folder / "leader.done").touch()
     meet(folder, "cold", rank, spec["workers"])
-    tokens = 0
+    tokens, elapsed = 0, 0.0
     with one_at_a_time(spec["steady_lock"]) if rank == 0 else contextlib.nullcontext():
         if rank == 0:
             (folder / "steady").touch()
         wait_for(folder / "steady")
-        end = time.perf_counter() + spec["steady"]
-        while rank != spec["holder"] and time.perf_counter() < end:
+        start = time.perf_counter()
+        while rank != spec["holder"] and elapsed < spec["steady"]:
             work.call()
-            tokens += work.length
+            tokens, elapsed = tokens + work.length, time.perf_counter() - start
         meet(folder, "done", rank, spec["workers"])
     if work.eager_calls and result["outcome"] == "ok":
         result |= {"outcome": "eager", "detail": f"{work.eager_calls} calls ran eager"}
-    return result | {"tokens_per_s": tokens / spec["steady"], "eager_calls": work.eager_calls}
+    return result | {"tokens_per_s": tokens / elapsed if elapsed else 0.0, "eager_calls": work.eager_calls}
 
 
 def meet(folder: Path, name: str, rank: int, ranks: int) -> None:
@@ -502,7 +506,8 @@ class Laboratory:
             return {"outcome": "hang", "detail": f"no result after {limit:.0f} s"}
         self.live.discard(process)
         if code < 0:
-            return {"outcome": "signal", "detail": f"died by {signal.Signals(-code).name}"}
+            where = crash_frame((folder / "stderr").read_text(errors="replace"))
+            return {"outcome": "signal", "detail": f"died by {signal.Signals(-code).name}{where}"}
         if not (folder / "result.json").exists():
             tail = (folder / "stderr").read_text(errors="replace").strip().splitlines()[-1:]
             return {"outcome": "other_error", "detail": f"exit {code}: {' '.join(tail)}"[:300]}
@@ -545,7 +550,8 @@ class Laboratory:
 
     def _threads(self, spec: dict, limit: float) -> dict:
         cache = self.folder / f"cache{next(self.numbers):03}"
-        spec["own_length"] = len(spec["devices"]) < spec["workers"]
+        # Under a held trace the calls come one by one, so one compile for all of them is enough.
+        spec["own_length"] = len(spec["devices"]) < spec["workers"] and spec["kind"] != "held"
         process, folder = self.start(spec, cache)
         return self.wait(process, folder, limit)
 
@@ -584,6 +590,15 @@ class Laboratory:
         times = ", ".join(f"{r['seconds_to_first_result']:.1f}" for r in working)
         combined["detail"] = f"first result after {times} s a rank"
         return combined
+
+
+def crash_frame(stderr: str) -> str:
+    """The innermost Python frame that faulthandler wrote for the thread that crashed, shortened."""
+    current = stderr.partition("Current thread")[2] or stderr
+    for line in current.splitlines():
+        if line.strip().startswith("File "):
+            return " in " + line.strip()[5:].split("site-packages/")[-1].replace('"', "")
+    return ""
 
 
 def measure(python: str, args: argparse.Namespace, say) -> dict:

@@ -1,0 +1,102 @@
+"""The report: one line a check, a fix for everything but ok, a crash that stays alone, one verdict."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from diagnose.report import Finding, Report, fail, judge, ok, parse_args, skip, warn
+
+STATES = {"ok": ok("m"), "warn": warn("m", "do"), "skip": skip("m", "do"), "FAIL": fail("m", "do")}
+
+
+def run(capsys, *findings, argv=()):
+    report = Report("env", parse_args("", list(argv)))
+    for i, finding in enumerate(findings):
+        report.run(f"check{i}", lambda f=finding: f)
+    code = report.finish()
+    return code, capsys.readouterr().out.splitlines(), report
+
+
+def test_line_formats(capsys):
+    code, lines, _ = run(capsys, ok("sum 36 == 36, 412 GB/s"), warn("slow", "ulimit -n 65536\nexec bash"))
+    assert lines[:2] == ["[ok] check0  sum 36 == 36, 412 GB/s", "[warn] check1  slow"]
+    assert lines[2:] == ["    fix: ulimit -n 65536", "         exec bash", "READY (1 ok, 1 warn)"]
+    assert code == 0
+
+
+@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize("state", STATES)
+def test_verdict_of_each_state(capsys, state, strict):
+    code, lines, _ = run(capsys, ok("fine"), STATES[state], argv=["--strict"] if strict else [])
+    bad = state == "FAIL" or (strict and state in ("warn", "skip"))
+    assert code == (1 if bad else 0)
+    assert lines[-1].startswith("NOT READY: 1 FAIL (check1)" if bad else "READY (")
+
+
+def test_crash_stays_alone_and_is_not_ready(capsys):
+    report = Report("env", parse_args("", []))
+    report.run("breaks", lambda: 1 / 0)
+    report.run("leaves", lambda: sys.exit("gone"))
+    report.run("nothing", lambda: None)
+    report.run("raises", lambda: (_ for _ in ()).throw(fail("deep", "do")))
+    report.run("works", lambda: ok("fine"))
+    assert report.finish() == 1
+    out = capsys.readouterr().out.splitlines()
+    assert [c["state"] for c in report.checks] == ["CRASH", "CRASH", "CRASH", "FAIL", "ok"]
+    assert "ZeroDivisionError" in out[0] and "test_report.py" in out[0]
+    assert out[-1] == "NOT READY: 1 FAIL (raises), 3 CRASH (breaks, leaves, nothing)"
+    assert sum(line.startswith("    fix: ") for line in out) == 4
+
+
+def test_interrupt_is_not_swallowed():
+    def interrupted():
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        Report("env").run("a", interrupted)
+
+
+def test_everything_but_ok_needs_a_fix():
+    for state in ("warn", "skip", "FAIL", "CRASH"):
+        with pytest.raises(AssertionError):
+            Finding(state, "message")
+
+
+def test_json_always_has_a_verdict(tmp_path, capsys):
+    file = tmp_path / "r.json"
+    for finding, verdict, code in ((ok("m", gib=3), "READY", 0), (fail("m", "do"), "NOT READY", 1)):
+        report = Report("memory", parse_args("", ["--json", str(file)]))
+        report.extra["peak_gib"] = 3
+        report.run("a", lambda f=finding: f)
+        assert report.finish() == code
+        written = json.loads(file.read_text())
+        assert (written["verdict"], written["exit_code"], written["peak_gib"]) == (verdict, code, 3)
+        assert written["checks"][0]["state"] == finding.state
+    assert not [p for p in tmp_path.iterdir() if p != file], "no half-written file stays"
+
+
+def test_nothing_checked_is_not_ready():
+    assert judge([])[2] == 1
+
+
+def test_sections_name_the_script_in_the_verdict(capsys):
+    report = Report("diagnose", parse_args("", []))
+    report.section = "memory"
+    report.run("headroom", lambda: fail("m", "do"))
+    report.finish()
+    assert capsys.readouterr().out.splitlines()[-1] == "NOT READY: 1 FAIL (memory: headroom)"
+
+
+def test_usage_errors_exit_2(tmp_path):
+    for argv in (["--nonsense"], ["--json", str(tmp_path / "missing" / "r.json")], ["--json", str(tmp_path)]):
+        with pytest.raises(SystemExit) as stop:
+            parse_args("", argv)
+        assert stop.value.code == 2
+
+
+def test_report_needs_no_package_beyond_python():
+    code = "import sys, diagnose.report; print(sorted({'torch', 'numpy', 'tabulate'} & set(sys.modules)))"
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert out.stdout.strip() == "[]"
