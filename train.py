@@ -761,8 +761,8 @@ class Pulse:
         total = m["peak_gib"] + m["headroom_gib"]
         text = (
             f"step {m['step']:05d}/{self.job.total_steps:05d} | loss {m['loss']:.4f} "
-            f"| acc_len {m['acc_len']:.2f} | lr {m['lr']:.1e} | gnorm {m['grad_norm']:.2f} | {m['step_ms']:.0f} ms "
-            f"| {m['tokens_per_s'] / 1000:.1f} Ktok/s "
+            f"| acc_len {m['acc_len']:.2f} | lr {m['lr']:.1e} | gnorm {m['grad_norm']:.2f} "
+            f"| {m['step_ms']:.0f} ms | {m['tokens_per_s'] / 1000:.1f} Ktok/s "
             f"| wait t {100 * m['wait_target']:.0f}% d {100 * m['wait_drafter']:.0f}% "
             f"| {m['peak_gib']:.1f}/{total:.0f} GiB | eta {duration(m['eta_s'])}"
         )
@@ -895,18 +895,17 @@ def banner(job: Job) -> Iterator[str]:
     c, world, d = job.c, job.world, job.drafter_config
     dtype = str(job.dtype).removeprefix("torch.")
     yield f"run {job.folder.path} | target {c.folder} | {job.facts['about']}"
-    roles = (
-        f"{world.size} ranks do both"
-        if world.colocate
-        else f"{world.drafters} drafter(s) + {world.targets} target(s)"
+    roles = f"{world.drafters} drafter(s) + {world.targets} target(s)"
+    if world.colocate:
+        roles = f"{world.size} rank(s), each drafter and target"
+    yield f"{roles} on {world.nodes} node(s), {job.device.type} {dtype}"
+    yield (
+        f"drafter: {d.layers} layers, B {d.block_size}, {d.parameters() / 1e6:.1f}M parameters, "
+        f"taps {list(d.ids)}, mask token {d.mask_token}, gamma {c.gamma:g}, lr {c.lr:g}"
     )
     yield (
-        f"{roles} on {world.nodes} node(s), {job.device.type} {dtype} | drafter: {d.layers} layers, "
-        f"B {d.block_size}, {d.parameters() / 1e6:.1f}M parameters, taps {list(d.ids)}, mask token {d.mask_token}"
-    )
-    yield (
-        f"{job.total_steps} steps of {c.batches_per_step} batch(es) of {c.token_budget} tokens, {c.anchors} anchors | "
-        f"evaluation every {job.eval_every}, checkpoint every {job.save_every} | gamma {c.gamma:g}, lr {c.lr:g}"
+        f"{job.total_steps} steps of {c.batches_per_step} batch(es) of {c.token_budget} tokens, {c.anchors} "
+        f"anchors | evaluation every {job.eval_every}, checkpoint every {job.save_every}"
     )
     if job.facts["note"]:
         yield f"note: {job.facts['note']}"
