@@ -735,6 +735,19 @@ class GateReport:
 
 
 _gates = 0
+_planned: list[tuple[str, str]] | None = None
+
+
+@contextlib.contextmanager
+def planning() -> Iterator[list[tuple[str, str]]]:
+    """Inside, `gate` runs nothing and notes the (key, source) it would have warmed: for diagnose."""
+    global _planned
+    _planned = []
+    try:
+        yield _planned
+    finally:
+        _planned = None
+        thaw()
 
 
 def gate(
@@ -763,6 +776,9 @@ def gate(
     """
     global _gates
     _main_thread_only("gate")
+    if _planned is not None:
+        _planned.append((key, source))
+        return GateReport(key, 0.0, [])
     _gates += 1
     meeting = _Meeting(store, f"blockdraft/gate/{_gates}", role, timeout_s, log)
     start = time.monotonic()
@@ -792,7 +808,7 @@ def _work(meeting: _Meeting, work: Callable | None, leader: int) -> RankReport:
                 work()
         except Exception as error:
             meeting.fail(error, traceback.format_exc())
-            raise GateError(f"{meeting.who} failed in the gate: {type(error).__name__}: {error}") from error
+            raise GateError(meeting.failure(error)) from error
         spent = counters() - before
         if _cache and (spent.compiled or spent.aot_misses):
             reason = why_missed(_cache, parts.keys)
@@ -849,14 +865,16 @@ class _Meeting:
             names.append(f"rank{'s' * (len(late) > 1)} {', '.join(late)} not at the gate yet")
         return ", ".join(names) or "nobody compiling"
 
-    def tell(self, who: str, kind: str, message: str) -> bool:
+    def tell(self, text: str) -> bool:
         """Make this the job's error unless there is one already; True if it is the first."""
-        text = json.dumps([who, kind, message])
         return self.store.compare_set("error", "", text).decode() == text
+
+    def failure(self, error: BaseException) -> str:
+        return f"{self.who} failed in the gate: {type(error).__name__}: {error}"
 
     def fail(self, error: Exception, trace: str) -> None:
         """Tell everybody, print the traceback (only the first failing rank does), wait until it was heard."""
-        if self.tell(self.who, type(error).__name__, str(error)):
+        if self.tell(self.failure(error)):
             self.log(f"gate: {self.who} failed\n{trace.rstrip()}")
         others = len(self.states()) - 1
         end = time.monotonic() + 3  # this rank may hold the store: leaving at once would take the news away
@@ -865,9 +883,9 @@ class _Meeting:
 
     def raise_failure(self) -> None:
         if self.store.check(["error"]):
-            who, kind, message = json.loads(self.store.get("error"))
+            text = self.store.get("error").decode()
             self.store.add("heard", 1)
-            raise GateError(f"{who} failed in the gate: {kind}: {message}")
+            raise GateError(text)
 
     def wait(self, stage: str) -> None:
         """Until every rank has reached `stage`; shows errors, lost ranks and the time-out at once."""
@@ -891,10 +909,11 @@ class _Meeting:
             raise GateError(f"gate: the rank that holds the store is gone ({_first_line(error)})") from error
 
     def give_up(self) -> None:
-        text = f"{self.busy()} after {self.timeout_s:.0f} s"
-        self.tell(self.who, "TimeoutError", text)
-        fix = "see where it is (py-spy dump --pid PID), delete its cache folder, or give it a longer limit"
-        raise GateError(f"gate: {text}. Fix: {fix}")
+        busy = self.busy()
+        pids = [str(entry[3]) for entry in self.states().values() if entry[0] == "compiling"]
+        fix = f"see where it is: py-spy dump --pid {' '.join(pids)}; " if pids else ""
+        self.tell(f"gate: still {busy} after {self.timeout_s:.0f} s. Fix: {fix}or allow it more time")
+        self.raise_failure()
 
     def look_for_lost(self) -> None:
         """Processes of this host that are gone, ranks elsewhere that compile and have fallen silent."""
@@ -912,7 +931,7 @@ class _Meeting:
                 silent = now - self.beats[rank][1]
                 why = f"not heard of for {silent:.0f} s" if silent > SILENT_S else ""
             if why:
-                self.tell(f"rank {rank} ({role})", "lost", f"{why}, last seen {state} on {host}")
+                self.tell(f"gate: lost rank {rank} ({role}), last seen {state} on {host}: {why}")
                 self.raise_failure()
 
     def publish(self, report: RankReport) -> None:
@@ -1048,7 +1067,7 @@ def load_bundle(path: str | Path, cache: CacheInfo | None = None) -> BundleInfo:
         target = cache.folder / name
         if not target.exists():
             target.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            write_beside(target, content)
+            write_beside(target, _relocated(target, content))
             target.chmod(0o700 if name.endswith(".so") else 0o600)
             added += 1
     with _manifest_lock(cache.manifest):
@@ -1099,6 +1118,15 @@ def send_bundle(
     finally:
         with contextlib.suppress(FileNotFoundError):
             path.unlink()
+
+
+def _relocated(target: Path, content: bytes) -> bytes:
+    """Triton's group files list their kernels by absolute path: point them at the new folder."""
+    if not target.name.startswith("__grp__"):
+        return content
+    group = json.loads(content)
+    names = {name: Path(path).name for name, path in group.get("child_paths", {}).items()}
+    return json.dumps({"child_paths": {n: str(target.parent / file) for n, file in names.items()}}).encode()
 
 
 def _want(header: tuple, cache: CacheInfo) -> str:
