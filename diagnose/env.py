@@ -54,7 +54,7 @@ def versions(dists: list[metadata.Distribution]) -> dict[str, list[str]]:
 
 
 def requirements_of(dist: metadata.Distribution) -> list:
-    """What `dist` requires here and now: (name, specifier) of packaging, extras and other systems left out."""
+    """What `dist` requires here: (name, specifier) pairs, extras and other systems left out."""
     from packaging.requirements import InvalidRequirement, Requirement
 
     found = []
