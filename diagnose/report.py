@@ -125,10 +125,15 @@ class Report:
         check |= {"fix": finding.fix, "seconds": round(seconds, 4), **finding.data}
         self.checks.append(check | ({"traceback": trace} if trace else {}))
 
+    def crash(self, name: str, error: BaseException) -> None:
+        """Keep what broke outside of a check; call it while the exception is being handled."""
+        self.add(name, self._crash(name, error), trace=traceback.format_exc())
+
     def _crash(self, name: str, error: BaseException) -> Finding:
         frames = traceback.extract_tb(error.__traceback__)
         place = f" at {Path(frames[-1].filename).name}:{frames[-1].lineno}" if frames else ""
-        module = "diagnose" if self.script == "diagnose" else f"diagnose.{self.script}"
+        script = self.section or self.script
+        module = "diagnose" if script == "diagnose" else f"diagnose.{script}"
         message = f"{type(error).__name__}: {error}{place}"
         return Finding("CRASH", message, f"python -m {module} --traceback", name)
 

@@ -1,8 +1,11 @@
 """The report: one line a check, a fix for everything but ok, a crash that stays alone, one verdict."""
 
+import importlib
 import json
 import subprocess
 import sys
+from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -100,3 +103,22 @@ def test_report_needs_no_package_beyond_python():
     code = "import sys, diagnose.report; print(sorted({'torch', 'numpy', 'tabulate'} & set(sys.modules)))"
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert out.stdout.strip() == "[]"
+
+
+def test_every_script_is_asked_and_a_broken_one_stays_alone(capsys, monkeypatch):
+    main = importlib.import_module("diagnose.__main__")
+    broken, fine = ModuleType("diagnose.mask"), ModuleType("diagnose.batch")  # the first has no checks()
+    fine.checks = lambda report, args: report.run("coverage", lambda: ok("31%"))
+    monkeypatch.setitem(sys.modules, "diagnose.mask", broken)
+    monkeypatch.setitem(sys.modules, "diagnose.batch", fine)
+    monkeypatch.setattr(main, "present", lambda: ["mask", "batch"])
+    assert main.main([]) == 1
+    out = capsys.readouterr().out.splitlines()
+    assert "[ok] coverage  31%" in out and "    fix: python -m diagnose.mask --traceback" in out
+    assert out[-1] == "NOT READY: 1 CRASH (mask: mask)"
+
+
+def test_only_scripts_that_exist_are_asked():
+    main = importlib.import_module("diagnose.__main__")
+    there = {path.stem for path in Path(main.__file__).parent.glob("*.py")}
+    assert set(main.present()) == there & set(main.SCRIPTS) and "env" in main.present()
