@@ -187,7 +187,7 @@ def use_cache(folder: str | None = None) -> CacheInfo:
     for part in (root, build, build / "inductor", build / "triton"):
         _make_private(part)
     notes = [*_check_space(build), *_check_mount(root), *_check_parents(root)]
-    _check_write(build)
+    check_write(build)
 
     import torch._functorch.config as functorch_config
     import torch._inductor.config as inductor_config
@@ -249,7 +249,7 @@ def _os_reason(folder: Path, error: OSError) -> str:
     return f"compile cache {folder}: {reason}. Fix: or give --compile-cache another folder"
 
 
-def _check_write(folder: Path) -> None:
+def check_write(folder: Path) -> None:
     """Writes, renames and locks a file as the cache will."""
     probe = folder / f".probe-{os.getpid()}"
     moved = probe.with_suffix(".moved")
@@ -565,7 +565,8 @@ def _recompile_message(name: str, text: str) -> str:
     """torch's message, the changed sizes first: one graph's sizes differ, the others' grad modes do."""
     reasons = re.findall(r"^\s*-\s*\d+/\d+:\s*(.+?)\s*$", text, re.MULTILINE)
     ranked = sorted(dict.fromkeys(reasons), key=lambda r: ("size" not in r, "dtype" not in r))
-    why = "; ".join(ranked) or "it was never called in the gate"
+    sized = [r for r in ranked if "size" in r or "dtype" in r]  # other graphs' grad modes would only distract
+    why = "; ".join(sized or ranked) or "it was never called in the gate"
     return (
         f"{name} would compile again after the gate: {why}. Keep shapes static, or run this one in the gate"
     )
@@ -735,6 +736,7 @@ class GateReport:
 
 
 _gates = 0
+_last: GateReport | None = None
 _planned: list[tuple[str, str]] | None = None
 
 
@@ -774,7 +776,7 @@ def gate(
     `timeout_s` with the names of the ranks that are still compiling. No process group is used, so none of
     their time-outs matters.
     """
-    global _gates
+    global _gates, _last
     _main_thread_only("gate")
     if _planned is not None:
         _planned.append((key, source))
@@ -792,10 +794,16 @@ def gate(
         meeting.publish(mine)
         meeting.wait("followers")
         report = GateReport(key, time.monotonic() - start, meeting.collect())
+    _last = report
     if meeting.rank == 0:
         for line in report.lines():
             log(line)
     return report
+
+
+def last_report() -> GateReport | None:
+    """What the newest gate of this process reported."""
+    return _last
 
 
 def _work(meeting: _Meeting, work: Callable | None, leader: int) -> RankReport:
@@ -1144,7 +1152,9 @@ def _need_cache() -> CacheInfo:
 
 
 def _bundled(name: Path) -> bool:
-    """Everything but locks, the manifest (its content is in the header) and half-written files."""
+    """Everything but locks, the manifest (the header holds it) and what is half-written or broken."""
+    if name.parts[0] == "quarantine":
+        return False
     return not (name.name.startswith(".") or name.suffix in (".lock", ".tmp") or str(name) == "manifest.json")
 
 
