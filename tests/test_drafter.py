@@ -169,6 +169,22 @@ def test_block_mask_equals_the_dense_mask(block_size, window):
         assert torch.equal(mask.to_dense(), reference.to_dense())
 
 
+def test_block_mask_at_the_edges_of_tiles():
+    """Ranges that begin and end on, before and after tile bounds; empty ones; a last row cut short."""
+    edges = [0, *(TILE * i + d for i in (1, 2, 3) for d in (-1, 0, 1))]
+    random = torch.Generator().manual_seed(8)
+    full_tiles = 0
+    for _ in range(30):
+        pairs = torch.tensor(edges)[torch.randint(len(edges), (3, 2), generator=random)].sort(1).values
+        pairs = pairs.repeat_interleave(TILE // 16, 0)[:20]  # two tile rows of 8 blocks each and one of 4
+        ranges = (pairs[:, 0], pairs[:, 1], 4 * TILE, 16)
+        reference = create_block_mask(model.sees(*ranges), None, None, 320, 4 * TILE + 320, device="cpu")
+        ours, theirs = tiles(model.block_mask(*ranges)), tiles(reference)
+        assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True)), pairs
+        full_tiles += ours[1].sum().item()
+    assert full_tiles > 10
+
+
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")  # on purpose: the oracle
 @pytest.mark.parametrize("window", [0, 20])
 def test_flex_attention_equals_dense_attention(window):
@@ -409,11 +425,14 @@ def test_first_loss_is_near_ln_v(tied, scale):
 
 @pytest.mark.parametrize("tied", [True, False])
 def test_head_and_embedding_are_the_targets_and_frozen(tied):
-    drafter, row = make_drafter(tied), make_row(**SMALL)
-    embedding, head = drafter.embedding.clone(), drafter.head.clone()
+    random, row = torch.Generator().manual_seed(3), make_row(**SMALL)
+    embedding, other = (torch.randn(V, H, generator=random, requires_grad=True) for _ in range(2))
+    head = embedding if tied else other
+    drafter = Drafter(CONFIG, embedding, head)
+    assert drafter.embedding.data_ptr() == embedding.data_ptr() and drafter.head.data_ptr() == head.data_ptr()
+    embedding, head = embedding.detach().clone(), head.detach().clone()
     names = set(drafter.state_dict()) | {name for name, _ in drafter.named_parameters()}
     assert not any("embed" in name or "head" in name for name in names)
-    assert (drafter.head is drafter.embedding) == tied or torch.equal(drafter.head, drafter.embedding) == tied
     optimizer = torch.optim.AdamW(drafter.parameters(), lr=0.1)
     before = {name: p.detach().clone() for name, p in drafter.named_parameters()}
     kv = drafter.context_keys_values(make_features(SMALL["T"]), row.positions_T)
@@ -462,6 +481,37 @@ def test_unused_slots_change_nothing():
     torch.testing.assert_close(loss, expected)
     torch.testing.assert_close(grads, without)
     assert block_logits(drafter, row, features).isfinite().all()
+
+
+def test_chunks_of_anchors_add_up_to_the_whole():
+    row, drafter = make_row(**SMALL), make_drafter()
+    features = make_features(SMALL["T"])
+    loss, grads = gradients(drafter, row, features)
+    parts = [
+        gradients(drafter, dataclasses.replace(row, anchors_A=part), features)
+        for part in row.anchors_A.split(4)
+    ]
+    assert len(parts) == 3
+    torch.testing.assert_close(sum(part_loss for part_loss, _ in parts), loss)
+    for name, g in grads.items():
+        torch.testing.assert_close(sum(part[name] for _, part in parts), g, rtol=1e-4, atol=1e-5)
+
+
+def test_bf16_features_train_fp32_weights():
+    """Computed in the dtype of the features and the head; weights and gradients stay fp32, near fp32's."""
+    row, drafter = make_row(**SMALL), make_drafter()
+    features = make_features(SMALL["T"]).bfloat16()
+    rounded = drafter.embedding.bfloat16(), drafter.head.bfloat16()
+    drafter.embedding, drafter.head = (t.float() for t in rounded)
+    expected, exact = gradients(drafter, row, features.float())
+    drafter.embedding, drafter.head = rounded
+    kv = drafter.context_keys_values(features, row.positions_T)
+    assert all(t.dtype == torch.bfloat16 for pair in kv for t in pair)
+    loss, grads = gradients(drafter, row, features)
+    assert loss.dtype == torch.float32 and loss.item() == pytest.approx(expected.item(), rel=1e-2)
+    for name, g in grads.items():
+        assert g.dtype == torch.float32
+        assert (g - exact[name]).norm() < 0.05 * exact[name].norm(), name
 
 
 # ---------------------------------------------------------------------------------------------------------

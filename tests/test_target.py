@@ -47,9 +47,12 @@ CASES = {
     "llama-biases": ("Llama", dict(attention_bias=True, mlp_bias=True)),
     "llama-llama3-rope": ("Llama", dict(rope_parameters=LLAMA3, head_dim=16)),
     "llama-linear-rope": ("Llama", dict(rope_parameters=LINEAR, num_key_value_heads=1)),
-    "mistral": ("Mistral", dict(sliding_window=None, head_dim=20)),
+    "mistral": ("Mistral", dict(sliding_window=None, head_dim=20, attention_bias=True)),
     "mistral-window": ("Mistral", dict(sliding_window=4)),
-    "qwen2-12-of-2": ("Qwen2", dict(num_attention_heads=12, tie_word_embeddings=True)),
+    "qwen2-12-of-2": (
+        "Qwen2",
+        dict(num_attention_heads=12, tie_word_embeddings=True, attention_bias=True),  # it has its own
+    ),
     "qwen2-window": ("Qwen2", dict(use_sliding_window=True, sliding_window=3, max_window_layers=2)),
     "qwen3": ("Qwen3", dict(head_dim=16, rope_parameters=dict(rope_type="default", rope_theta=1e6))),
     "qwen3-tied-bias": ("Qwen3", dict(head_dim=20, attention_bias=True, tie_word_embeddings=True)),
