@@ -321,7 +321,11 @@ class Tokenizer:
     def _ask(self, head: dict) -> tuple[dict, bytes]:
         if self._worker is None:
             self._worker = Worker(self.folder, max_length=0)
-        reply, body = self._worker.ask(head)
+        try:
+            reply, body = self._worker.ask(head)
+        except ValueError:
+            self._worker = None  # it is gone
+            raise
         if "error" in reply:
             raise ValueError(f"{self.folder}: {reply['error']}")
         return reply, body
@@ -1026,15 +1030,15 @@ def load_corpus(
         cache_dir.mkdir(parents=True, exist_ok=True)
         key = cache_key(files, tokenizer, max_length, cache_dir)
         folder = cache_dir / key
-        corpus = open_corpus(folder)
+        corpus = open_corpus(folder, files)
         if corpus is None:
             with Lock(cache_dir / f"{key}.lock"):
-                corpus = open_corpus(folder)
+                corpus = open_corpus(folder, files)
                 if corpus is None:
                     build_corpus(
                         files, tokenizer, max_length, folder, max_bad_lines, workers or usable_cores()
                     )
-                    corpus = open_corpus(folder)
+                    corpus = open_corpus(folder, files)
     except OSError as error:
         raise ValueError(
             f"token cache {cache_dir}: {error}; free space there or choose another folder"
@@ -1052,7 +1056,7 @@ def cache_key(files: list[Path], tokenizer: Tokenizer, max_length: int, cache_di
         FORMAT,
         tokenizer.fingerprint,
         max_length,
-        [(f.stem, str(f), file_digest(f, cache_dir)) for f in files],
+        [(f.stem, file_digest(f, cache_dir)) for f in files],
     ]
     return hashlib.blake2b(json.dumps(parts).encode(), digest_size=16).hexdigest()
 
@@ -1120,7 +1124,7 @@ class Lock:
         self.file.close()
 
 
-def open_corpus(folder: Path) -> Corpus | None:
+def open_corpus(folder: Path, files: list[Path]) -> Corpus | None:
     """The cached corpus in a folder; None if there is none or it is not whole (then it is made again)."""
     try:
         meta = json.loads((folder / "meta.json").read_text())
@@ -1128,9 +1132,9 @@ def open_corpus(folder: Path) -> Corpus | None:
         if sizes != meta["sizes"] or min(sizes.values()) == 0:
             return None
         report = Report(**meta["report"])
-        report.bad_lines = [tuple(entry) for entry in report.bad_lines]
+        report.bad_lines = [(str(files[number]), line, reason) for number, line, reason in report.bad_lines]
         corpus = Corpus(folder, report, meta["source_names"], meta["vocab_size"])
-    except (FileNotFoundError, NotADirectoryError, ValueError, KeyError, TypeError):
+    except (FileNotFoundError, NotADirectoryError, ValueError, LookupError, TypeError):
         return None
     whole = (
         len(corpus.offsets) == len(corpus) + 1 == report.documents + 1
@@ -1151,12 +1155,10 @@ def build_corpus(files, tokenizer, max_length: int, folder: Path, max_bad_lines:
         report, source_names = tokenize(files, tokenizer, max_length, temporary, max_bad_lines, workers)
         check_supervision(report, tokenizer, files)
         sizes = {name: (temporary / f"{name}.bin").stat().st_size for name in PARTS}
-        meta = {
-            "sizes": sizes,
-            "report": asdict(report),
-            "source_names": source_names,
-            "vocab_size": tokenizer.vocab_size,
-        }
+        numbers = {str(file): number for number, file in enumerate(files)}  # the cache outlives their names
+        report.bad_lines = [(numbers[file], line, reason) for file, line, reason in report.bad_lines]
+        meta = {"sizes": sizes, "report": asdict(report), "source_names": source_names}
+        meta["vocab_size"] = tokenizer.vocab_size
         write_whole(temporary / "meta.json", json.dumps(meta).encode())
         if folder.exists():
             shutil.rmtree(folder)  # torn: open_corpus refused it

@@ -12,6 +12,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -80,9 +81,8 @@ def conversation(rng: random.Random, turns: int) -> list[dict]:
     """User and assistant in turn; users often say exactly what the assistant says, to mislead a search."""
     messages = []
     for _ in range(turns):
-        answer = words(rng) + rng.choice(
-            ["", ".", "!\nAnd é 好 \N{GRINNING FACE}", "\n\n- one\n- two", " 12"]
-        )
+        answer = rng.choice(["", "", "é ", "好", "\N{GRINNING FACE}"]) + words(rng)
+        answer += rng.choice(["", ".", "!\nAnd é 好 \N{GRINNING FACE}", "\n\n- one\n- two", " 12"])
         question = answer if rng.random() < 0.4 else words(rng)
         messages += [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
     return messages
@@ -97,7 +97,7 @@ def json_base(tmp_path_factory) -> Path:
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    special = ["<s>", "</s>", *CHAT_PIECES, "<|extra|>"]
+    special = ["<s>", "</s>", *CHAT_PIECES, "<|extra", "<|extra|>"]
     trainer = trainers.BpeTrainer(
         vocab_size=420, initial_alphabet=alphabet, special_tokens=special, show_progress=False
     )
@@ -121,7 +121,7 @@ def spm_base(tmp_path_factory) -> Path:
         byte_fallback=True,
         normalization_rule_name="identity",
         remove_extra_whitespaces=False,
-        control_symbols=[*CHAT_PIECES[:3], "<|extra|>"],
+        control_symbols=[*CHAT_PIECES[:3], "<|extra", "<|extra|>"],
         user_defined_symbols=CHAT_PIECES[3:],
         minloglevel=2,
     )
@@ -229,6 +229,36 @@ def test_answer_cut_off_has_no_end_of_turn_label(base, tmp_path):
     assert tokenizer.decode([i for i, m in zip(ids, mask, strict=True) if m]) == "red boat"
 
 
+def test_token_shared_with_the_header_is_not_supervised(base, tmp_path):
+    shared = 0
+    for word in WORDS:
+        head, answer = word[:1], word[1:] or "x"
+        template = "{% for m in messages %}<|im_start|>" + head + "{{ m.content }}<|im_end|>{% endfor %}"
+        tokenizer = here(model_folder(base, tmp_path, template))
+        messages = chat("12", answer)["messages"]
+        _, mask = tokenizer.encode_chat(messages)
+        text = tokenizer.render(messages)
+        start = len(text) - len(answer + "<|im_end|>")
+        offsets = tokenizer.backend.encode(text)[1]
+        assert mask == [int(a >= start) for a, _ in offsets]
+        shared += any(a < start < b for a, b in offsets)
+    assert shared
+
+
+def test_long_text_is_cut_before_tokenizing_without_a_trace(json_base, tmp_path):
+    tokenizer, rng = here(model_folder(json_base, tmp_path)), random.Random(5)
+    text = words(rng, 3000, 3000)
+    whole = tokenizer.backend.encode(text)
+    for length in (0, 5, 50, 100_000):
+        part = data.tokens_with_offsets(tokenizer, text, length)
+        assert all(a[: length or None] == b[: length or None] for a, b in zip(part, whole, strict=True))
+    assert len(data.tokens_with_offsets(tokenizer, text, 5)[0]) < len(whole[0])
+    sparse = SimpleNamespace(backend=SimpleNamespace(encode=lambda text: (text[::5000], list(text[::5000]))))
+    assert (
+        len(data.tokens_with_offsets(sparse, text[:1] * 100_000, 15)[0]) >= 15
+    )  # long tokens: needs the whole
+
+
 def test_template_that_loses_or_changes_the_answer_is_refused(json_base, tmp_path):
     for template in (
         "{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}",
@@ -245,6 +275,8 @@ def test_special_pieces_in_text_are_single_ids_and_offsets_cover_the_text(base, 
     parts = [
         *WORDS,
         *CHAT_PIECES,
+        "<|extra",
+        "<|extra|>",
         "<s>",
         "</s>",
         " ",
@@ -326,22 +358,28 @@ def test_broken_tokenizer_files_are_named(json_base, spm_base, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "template",
+    "template, what",
     [
-        "{{ 7**(7**8) }}",
-        "{% for m in messages %}{{ m.role * (7**(7**(7 + loop.index))) }}{% endfor %}",
-        "{{ 'x' * 10**11 }}",
+        ("{{ 7**(7**8) }}", "ran for more than 0 s"),
+        (
+            CHATML + "{% if 'red' in messages[1].content %}{{ 7**(7**(6 + messages|length)) }}{% endif %}",
+            "line 1",
+        ),
+        (CHATML + "{% if 'red' in messages[1].content %}{{ ('x' * 10**9)|length }}{% endif %}", "memory"),
     ],
     ids=["folded while compiling", "while rendering", "memory"],
 )
-def test_template_cannot_take_time_or_memory(json_base, tmp_path, monkeypatch, template):
-    monkeypatch.setattr(data, "RENDER_LIMIT_S", 0.5)
+def test_template_cannot_take_time_or_memory(json_base, tmp_path, monkeypatch, template, what):
+    monkeypatch.setattr(data, "RENDER_LIMIT_S", 0.5 if what != "memory" else 20.0)
+    monkeypatch.setattr(data, "RENDER_LIMIT_BYTES", 1 << 28)
     path = write_lines(tmp_path / "d.jsonl", [chat()] * 3)
     tokenizer = data.load_tokenizer(model_folder(json_base, tmp_path, template))
-    with pytest.raises(ValueError, match="chat template"):
+    with pytest.raises(ValueError, match=f"chat template of .*{what}") as error:
         data.load_corpus(path, tokenizer, 100, tmp_path / "cache", 2, 1)
-    with pytest.raises(ValueError, match="chat template"):
-        tokenizer.render(chat()["messages"])
+    assert "\n" not in str(error.value)
+    for _ in range(2 if what == "memory" else 1):  # a worker that was ended is replaced
+        with pytest.raises(ValueError, match=r"chat template of .*(memory|more than 0 s)"):
+            tokenizer.render(chat()["messages"])
 
 
 @pytest.mark.parametrize(
