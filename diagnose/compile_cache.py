@@ -475,7 +475,7 @@ def _job(flags: list[str], light: bool):
     if light:
         job.drafter, job.optimizer = types.SimpleNamespace(), None
         return job
-    table = torch.zeros(d.vocab, d.hidden, dtype=job.dtype, device=job.device)
+    table = torch.ones(d.vocab, d.hidden, dtype=job.dtype, device=job.device)
     job.drafter = model.Drafter(d, table, table).to(job.device)
     job.optimizer = torch.optim.SGD(job.drafter.parameters())
     return job
@@ -500,10 +500,11 @@ def check_probe(place: Place, work: str, flags: list[str], timeout_s: float = PR
         str(place.root),
     ]
     start = time.monotonic()
-    where = Path(__file__).resolve().parents[1]
+    paths = [str(Path(__file__).resolve().parents[1]), os.environ.get("PYTHONPATH", "")]
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in paths if p)}
     try:
         child = subprocess.run(
-            [*command, *flags], cwd=where, capture_output=True, text=True, timeout=timeout_s, check=False
+            [*command, *flags], env=env, capture_output=True, text=True, timeout=timeout_s, check=False
         )
     except subprocess.TimeoutExpired:
         return fail(f"the child compiled for more than {timeout_s:.0f} s", " ".join(command))
