@@ -993,7 +993,8 @@ class Corpus:
             vocab_size,
         )
         for name, kind in PARTS.items():
-            setattr(self, name, np.memmap(folder / f"{name}.bin", kind, "r"))
+            # as plain arrays: slicing a memmap object is several times slower
+            setattr(self, name, np.memmap(folder / f"{name}.bin", kind, "r").view(np.ndarray))
 
     def __len__(self) -> int:
         return len(self.source)
