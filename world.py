@@ -87,6 +87,7 @@ class World:
         os.environ.setdefault("WORLD_SIZE", "1")
         self.store, _, _ = next(dist.rendezvous("env://", timeout=datetime.timedelta(seconds=SHORT_S)))
         self.device = self.choose_device(device, allow_cpu)
+        os.environ.setdefault("TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING", "0")
         backend = "cpu:gloo,cuda:nccl" if self.device.type == "cuda" else "gloo"
         dist.init_process_group(backend, store=self.store, rank=self.rank, world_size=self.size)
         short, long = (datetime.timedelta(seconds=s) for s in (SHORT_S, LONG_S))
