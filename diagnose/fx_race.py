@@ -52,7 +52,7 @@ REMEDIES = {
 }
 KINDS = {
     "together": "all workers make their first call at the same instant",
-    "staggered": "workers start one after another, the earlier ones keep calling",
+    "staggered": "a worker starts when the one before has its first result and keeps calling",
     "held": "another thread (another rank, for processes) is inside a torch.fx trace all the time",
     "held_module": "the same, and an eager nn.Module is called instead of a compiled function",
     "eager_module": "two threads compile, a third calls an eager nn.Module",
@@ -69,6 +69,7 @@ FULL = (
     *(("gate", "held"), ("none", "eager_module"), ("silence", "together"), ("silence", "staggered")),
     *(("force", "together"), ("force", "staggered")),
 )
+LEAST_S = 10  # with less of the budget left no trial is started
 FX_ERROR = "Detected that you are using FX to symbolically trace"
 
 
@@ -141,14 +142,18 @@ class Work:
         return not error < (0.05 if self.train else 1e-3)  # NaN is wrong too
 
 
-@contextlib.contextmanager
-def switches(remedy: str):
-    """Set inside each worker: from torch 2.13 on a new thread does not see the main thread's setting."""
+def set_switch(remedy: str) -> None:
+    """In each worker: from torch 2.13 on a new thread does not see the main thread's setting.
+
+    Never set back: up to 2.12 the setting is the whole process's, and the first worker to leave would
+    take it from the others.
+    """
     import torch._dynamo.config as config
 
-    patch = {"silence": {"error_on_nested_fx_trace": False}, "force": {"force_compile_during_fx_trace": True}}
-    with config.patch(**patch[remedy]) if remedy in patch else contextlib.nullcontext():
-        yield
+    if remedy == "silence":
+        config.error_on_nested_fx_trace = False
+    if remedy == "force":
+        config.force_compile_during_fx_trace = True
 
 
 def hold_trace(inside_forward: bool) -> threading.Event:
@@ -229,33 +234,36 @@ class Threads:
     def worker(self, index: int) -> None:
         work, kind = self.works[index], self.spec["kind"]
         try:
-            with switches(self.spec["remedy"]):
-                self.begin.wait(60)
-                if kind == "staggered":
-                    time.sleep(index * self.spec["stagger"])
-                if kind == "held":  # one after another
-                    while len(self.cold) < index and not self.failures:
-                        time.sleep(0.01)
-                start = time.perf_counter()
-                error = work.error(self.call(work))
-                self.cold[index] = time.perf_counter() - start
-                if work.is_wrong(error):
-                    self.failures.append(
-                        {"outcome": "wrong", "detail": f"relative error {error:.2g}", "place": ""}
-                    )
-                # torch 2.11 raises when a finished worker calls while another one compiles: keep calling.
-                while len(self.cold) < len(self.works) and not self.failures and kind != "held":
+            set_switch(self.spec["remedy"])
+            self.begin.wait(60)
+            if kind in ("staggered", "held"):  # first calls one after another
+                while len(self.cold) < index and not self.failures:
+                    time.sleep(0.01)
+            start = time.perf_counter()
+            error = work.error(self.call(work))
+            self.cold[index] = time.perf_counter() - start
+            if work.is_wrong(error):
+                self.fail({"outcome": "wrong", "detail": f"relative error {error:.2g}"})
+            # torch 2.11 raises when a finished worker calls while another one compiles: keep calling.
+            while len(self.cold) < len(self.works) and not self.failures and kind != "held":
+                if nobody_measures(self.spec["steady_lock"]):
                     self.call(work)
-                    time.sleep(0.0005)
-                self.go.wait()
-                start, tokens, elapsed = time.perf_counter(), 0, 0.0
-                while not self.failures and elapsed < self.spec["steady"]:
-                    with self.turns:
-                        self.call(work)
-                    tokens, elapsed = tokens + work.length, time.perf_counter() - start
-                self.speed[index] = tokens / elapsed if elapsed else 0.0
+                time.sleep(0.0005)
+            self.go.wait()
+            start, tokens, elapsed = time.perf_counter(), 0, 0.0
+            while not self.failures and elapsed < self.spec["steady"]:
+                with self.turns:
+                    self.call(work)
+                tokens, elapsed = tokens + work.length, time.perf_counter() - start
+            self.speed[index] = tokens / elapsed if elapsed else 0.0
         except Exception as error:
-            self.failures.append(describe(error))
+            self.fail(describe(error))
+
+    def fail(self, failure: dict) -> None:
+        """Written at once: a crash of the process often follows, and what came first is the cause."""
+        if not self.failures:
+            Path(self.spec["out"]).with_name("first.json").write_text(json.dumps(failure))
+        self.failures.append(failure)
 
     def run(self) -> dict:
         if self.spec["remedy"] == "warmup":
@@ -377,6 +385,15 @@ def meet(folder: Path, name: str, rank: int, ranks: int) -> None:
 def wait_for(path: Path) -> None:
     while not path.exists():  # the parent's time limit ends this
         time.sleep(0.005)
+
+
+def nobody_measures(path: str) -> bool:
+    with open(path, "w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+    return True
 
 
 @contextlib.contextmanager
@@ -507,7 +524,11 @@ class Laboratory:
         self.live.discard(process)
         if code < 0:
             where = crash_frame((folder / "stderr").read_text(errors="replace"))
-            return {"outcome": "signal", "detail": f"died by {signal.Signals(-code).name}{where}"}
+            died = f"died by {signal.Signals(-code).name}{where}"
+            if (folder / "first.json").exists():
+                first = json.loads((folder / "first.json").read_text())
+                return first | {"detail": f"{first['detail']}; then {died}"}
+            return {"outcome": "signal", "detail": died}
         if not (folder / "result.json").exists():
             tail = (folder / "stderr").read_text(errors="replace").strip().splitlines()[-1:]
             return {"outcome": "other_error", "detail": f"exit {code}: {' '.join(tail)}"[:300]}
@@ -533,12 +554,12 @@ class Laboratory:
 
     def trial(self, remedy: str, kind: str, devices: list[str]) -> dict | None:
         """One trial; None when the budget ends it, which says nothing about torch."""
-        if self.left() < 10:
+        if self.left() < LEAST_S:
             return None
         args, start = self.args, time.monotonic()
         cut = self.left() < args.limit
         spec = {"remedy": remedy, "kind": kind, "workers": args.workers, "devices": devices}
-        spec |= {"tokens": 2048 if devices[0] != "cpu" else 256, "own_length": False, "stagger": args.stagger}
+        spec |= {"tokens": 2048 if devices[0] != "cpu" else 256, "own_length": False}
         spec |= {"steady": args.steady, "steady_lock": str(self.folder / "steady.lock")}
         limit = min(args.limit, self.left())
         run = self._ranks if remedy in SHIPPED else self._threads
@@ -778,9 +799,12 @@ def check_shipped(result: dict, remedy: str, command: str):
 
 
 def check_budget(result: dict, command: str):
-    if not result["skipped"]:
-        return ok(f"{len(result['trials'])} trials")
-    names = ", ".join(dict.fromkeys(f"{s['remedy']}/{s['kind']}" for s in result["skipped"]))
+    done = {(t["remedy"], t["kind"]) for t in result["trials"]}
+    cut = [f"{s['remedy']}/{s['kind']}" for s in result["skipped"] if (s["remedy"], s["kind"]) not in done]
+    total = len(result["trials"]) + len(result["skipped"])
+    if not cut:
+        return ok(f"{len(result['trials'])} of {total} trials, each remedy and kind at least once")
+    names = ", ".join(dict.fromkeys(cut))
     return skip(f"the time budget ended before {names}", f"{command} --budget 3600")
 
 
