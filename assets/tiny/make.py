@@ -661,6 +661,8 @@ def main() -> None:
     for name, count, seed in (("train", args.answers, 1_000_003), ("eval", args.held_out, 2_000_003)):
         asked = write_chats(int(count * 1.12), args.seed + seed)
         lines = answer_chats(model, tokenizer, asked, args)
+        if not lines:
+            raise SystemExit("no answer reached its end of turn: train longer (--steps)")
         random.Random(args.seed).shuffle(lines)
         text = "".join(json.dumps(line) + "\n" for line in lines[:count])
         (args.out / f"{name}.jsonl").write_text(text)
