@@ -761,7 +761,8 @@ def build_or_design(results: list[dict]) -> str:
     names = [f"{r['torch']} ({r['executable']})" for r in results]
     everywhere = sorted(set.intersection(*broken))
     some = sorted(set.union(*broken) - set(everywhere))
-    clean = all(o == "ok" for r in results for s in SHIPPED for o in outcomes_of(r, s))
+    shipped = [[o for s in SHIPPED for o in outcomes_of(r, s)] for r in results]
+    clean = all(outcomes and set(outcomes) == {"ok"} for outcomes in shipped)
     parts = []
     if everywhere:
         told = ", ".join(f"{remedy}/{kind}" for remedy, kind in everywhere)

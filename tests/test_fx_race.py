@@ -147,6 +147,8 @@ def test_build_or_design():
     fixed = result_of(*CLEAN, ("none", "held", "ok"), torch="3.0")
     assert fx_race.build_or_design([result_of(race), fixed]).startswith("It depends on the build")
     assert fx_race.build_or_design([fixed, fixed]).startswith("Nothing failed")
+    untried = result_of(race)
+    assert "was clean" not in fx_race.build_or_design([old, untried]), "no trial of it, no word about it"
 
 
 def test_table_is_relative_to_the_gated_design():
