@@ -643,7 +643,7 @@ def why_missed(cache: CacheInfo, keys: dict[str, dict]) -> str:
 
 
 def _differing(a: dict, b: dict) -> list[str]:
-    return [k for k in a.keys() | b.keys() if (a.get(k) or [""])[0] != (b.get(k) or [""])[0]]
+    return [k for k in sorted(a.keys() | b.keys()) if (a.get(k) or [""])[0] != (b.get(k) or [""])[0]]
 
 
 def _describe_part(name: str, old: list[str] | None, new: list[str] | None) -> str:
@@ -785,8 +785,8 @@ def gate(
     meeting = _Meeting(store, f"blockdraft/gate/{_gates}", role, timeout_s, log)
     start = time.monotonic()
     leads = meeting.rank == leader
-    with meeting.ticker(tick_s):
-        meeting.say_state("waiting")
+    with meeting.ticker(tick_s), meeting.store_errors():
+        meeting.say_state("starting")
         mine = _work(meeting, work, leader) if leads else None
         meeting.wait("leaders")
         mine = mine or _work(meeting, work, leader)
@@ -794,6 +794,7 @@ def gate(
         meeting.publish(mine)
         meeting.wait("followers")
         report = GateReport(key, time.monotonic() - start, meeting.collect())
+        meeting.linger("left")
     _last = report
     if meeting.rank == 0:
         for line in report.lines():
@@ -808,22 +809,22 @@ def last_report() -> GateReport | None:
 
 def _work(meeting: _Meeting, work: Callable | None, leader: int) -> RankReport:
     """Run this rank's work and say what it cost; the first error of the job is told to everybody."""
+    who = (meeting.rank, meeting.role, leader)
+    if work is None:
+        return RankReport(*who, False, 0.0, Counters(), "", platform.node())
+    meeting.say_state("compiling")
     start, before, reason = time.monotonic(), counters(), ""
-    if work is not None:
-        meeting.say_state("compiling")
-        try:
-            with _KeyParts() as parts:
-                work()
-        except Exception as error:
-            meeting.fail(error, traceback.format_exc())
-            raise GateError(meeting.failure(error)) from error
-        spent = counters() - before
-        if _cache and (spent.compiled or spent.aot_misses):
-            reason = why_missed(_cache, parts.keys)
-            save_key_parts(_cache, parts.keys)
-        meeting.say_state("waiting")
-    seconds, spent, host = time.monotonic() - start, counters() - before, platform.node()
-    return RankReport(meeting.rank, meeting.role, leader, work is not None, seconds, spent, reason, host)
+    try:
+        with _KeyParts() as parts:
+            work()
+    except Exception as error:
+        meeting.fail(error, traceback.format_exc())
+        raise GateError(meeting.failure(error)) from error
+    seconds, spent = time.monotonic() - start, counters() - before
+    if _cache and (spent.compiled or spent.aot_misses):
+        reason = why_missed(_cache, parts.keys)
+        save_key_parts(_cache, parts.keys)
+    return RankReport(*who, True, seconds, spent, reason, platform.node())
 
 
 def _note_warm(report: RankReport, key: str, source: str, label: str) -> None:
@@ -867,11 +868,11 @@ class _Meeting:
     def busy(self) -> str:
         """`rank 0 (drafter) compiling`, for progress and for the time-out's message."""
         found = self.states()
-        names = [f"rank {r} ({s[1]}) compiling" for r, s in found.items() if s[0] == "compiling"]
+        names = [f"rank {r} ({s[1]}) {s[0]}" for r, s in found.items() if s[0] != "waiting"]
         late = [str(r) for r in range(self.world) if r not in found]
         if late:
             names.append(f"rank{'s' * (len(late) > 1)} {', '.join(late)} not at the gate yet")
-        return ", ".join(names) or "nobody compiling"
+        return ", ".join(names) or "every rank waiting"
 
     def tell(self, text: str) -> bool:
         """Make this the job's error unless there is one already; True if it is the first."""
@@ -884,37 +885,37 @@ class _Meeting:
         """Tell everybody, print the traceback (only the first failing rank does), wait until it was heard."""
         if self.tell(self.failure(error)):
             self.log(f"gate: {self.who} failed\n{trace.rstrip()}")
-        others = len(self.states()) - 1
-        end = time.monotonic() + 3  # this rank may hold the store: leaving at once would take the news away
-        while self.store.add("heard", 0) < others and time.monotonic() < end:
-            time.sleep(POLL_S)
+        self.linger("heard")
 
     def raise_failure(self) -> None:
         if self.store.check(["error"]):
             text = self.store.get("error").decode()
-            self.store.add("heard", 1)
+            self.linger("heard")
             raise GateError(text)
+
+    def linger(self, what: str) -> None:
+        """Rank 0 may hold the store: it leaves last, for at most 3 s, lest it take the news away."""
+        self.store.add(what, 1)
+        end = time.monotonic() + 3
+        while self.rank == 0 and self.store.add(what, 0) < self.world and time.monotonic() < end:
+            time.sleep(POLL_S)
 
     def wait(self, stage: str) -> None:
         """Until every rank has reached `stage`; shows errors, lost ranks and the time-out at once."""
+        self.say_state("waiting")
         look = time.monotonic()
-        try:
-            if self.store.add(stage, 1) == self.world:
-                self.store.set(f"go/{stage}", "")
-            while not self.store.check([f"go/{stage}"]):
-                self.raise_failure()
-                now = time.monotonic()
-                if now - self.start > self.timeout_s:
-                    self.give_up()
-                if now > look:
-                    self.look_for_lost()
-                    look = now + 1
-                time.sleep(POLL_S)
+        if self.store.add(stage, 1) == self.world:
+            self.store.set(f"go/{stage}", "")
+        while not self.store.check([f"go/{stage}"]):
             self.raise_failure()
-        except GateError:
-            raise
-        except RuntimeError as error:
-            raise GateError(f"gate: the rank that holds the store is gone ({_first_line(error)})") from error
+            now = time.monotonic()
+            if now - self.start > self.timeout_s:
+                self.give_up()
+            if now > look:
+                self.look_for_lost()
+                look = now + 1
+            time.sleep(POLL_S)
+        self.raise_failure()
 
     def give_up(self) -> None:
         busy = self.busy()
@@ -951,6 +952,13 @@ class _Meeting:
             fields = json.loads(self.store.get(f"report/{rank}"))
             found.append(RankReport(**{**fields, "counters": Counters(**fields["counters"])}))
         return found
+
+    @contextlib.contextmanager
+    def store_errors(self) -> Iterator[None]:
+        try:
+            yield
+        except dist.DistError as error:
+            raise GateError(f"gate: the rank that holds the store is gone ({_first_line(error)})") from error
 
     @contextlib.contextmanager
     def ticker(self, every_s: float) -> Iterator[None]:
