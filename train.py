@@ -714,7 +714,7 @@ class Pulse:
             raise UserError(
                 f"5 steps in a row with a non-finite gradient, up to step {seen}: lower --lr, check the data"
             )
-        job.control.forget(self.logged + 1 if job.folder else seen)
+        job.control.forget(min(self.logged, seen) if job.folder else seen)
 
     def log(self, upto: int) -> None:
         """Rank 0: one metrics line and one console line for each step that is known by now."""
