@@ -185,7 +185,7 @@ def use_cache(folder: str | None = None) -> CacheInfo:
     of = fingerprint()
     build = root / build_name(of)
     for part in (root, build, build / "inductor", build / "triton"):
-        _make_private(part)
+        _make_private(part, part == root)
     notes = [*_check_space(build), *_check_mount(root), *_check_parents(root)]
     check_write(build)
 
@@ -220,33 +220,31 @@ def check_owner(path: Path, owner: int | None = None) -> str | None:
     return None
 
 
-def _make_private(folder: Path) -> None:
+def _make_private(folder: Path, root: bool) -> None:
+    """`root` may be a link of the user's own (a home on another disk); what lies in it may not."""
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        problem = check_owner(folder)
+        problem, mine = check_owner(folder), folder.stat().st_uid == os.geteuid()
     except OSError as error:
         raise CacheError(_os_reason(folder, error)) from error
+    fix = f"chmod go-w {folder} (see who wrote to it)" if mine else "give --compile-cache another folder"
+    if folder.is_symlink() and not root:
+        problem, fix = f"{folder} is a symbolic link to {os.readlink(folder)}", f"rm {folder}"
     if problem:
-        mine = folder.stat().st_uid == os.geteuid()
-        fix = (
-            f"chmod go-w {folder} (and see who wrote to it)"
-            if mine
-            else "give --compile-cache another folder"
-        )
         raise CacheError(f"compile cache: {problem}. Fix: {fix}")
 
 
 def _os_reason(folder: Path, error: OSError) -> str:
-    fixes = {
-        errno.ENOSPC: f"no space or no inodes left: free some (df -h {folder}; df -i {folder})",
-        errno.EDQUOT: "your disk quota is used up: free some space",
-        errno.EROFS: "the file system is mounted read-only",
-        errno.EACCES: "you may not write there",
-        errno.ENOTDIR: "a part of the path is a file",
-        errno.EEXIST: "there is a file of that name",
+    reasons = {
+        errno.ENOSPC: ("no space or no inodes left", f"df -h {folder}; df -i {folder}"),
+        errno.EDQUOT: ("your disk quota is used up", "free some space"),
+        errno.EROFS: ("the file system is read-only", "mount it writable"),
+        errno.EACCES: ("you may not write there", f"ls -ld {folder}"),
+        errno.ENOTDIR: ("a part of the path is a file", "move that file"),
+        errno.EEXIST: ("there is a file of that name", "move it"),
     }
-    reason = fixes.get(error.errno, error.strerror or str(error))
-    return f"compile cache {folder}: {reason}. Fix: or give --compile-cache another folder"
+    reason, fix = reasons.get(error.errno, (error.strerror or str(error), f"ls -ld {folder}"))
+    return f"compile cache {folder}: {reason}. Fix: {fix}, or give --compile-cache another folder"
 
 
 def check_write(folder: Path) -> None:

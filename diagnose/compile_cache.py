@@ -2,7 +2,7 @@
 
     python -m diagnose.compile_cache                           # the run `torchrun ... train.py` would start
     python -m diagnose.compile_cache --target DIR --data FILE  # any train.py flags: that run
-    python -m diagnose.compile_cache --fix                     # set broken files aside, tighten permissions
+    python -m diagnose.compile_cache --fix                     # set broken files aside
     python -m diagnose.compile_cache --prune                   # delete what other builds left
     python -m diagnose.compile_cache --probe                   # compile the run's layer in a child: a hit?
 
@@ -264,12 +264,7 @@ def check_owner(place: Place) -> list[Finding] | Finding:
         problem = compile_utils.check_owner(folder)
         if problem and folder.stat().st_uid != os.geteuid():
             return fail(problem, f"mv {folder} {folder}.theirs  # or: --compile-cache with another folder")
-        if problem and place.fix and not _only_foreign(folder):
-            folder.chmod(stat.S_IMODE(folder.stat().st_mode) & ~0o022)
-            findings.append(
-                warn(f"{problem}: permissions taken back", f"{MINE} --prune  # if you do not trust it")
-            )
-        elif problem:
+        if problem:
             return fail(problem, f"chmod go-w {folder}  # delete it if somebody may have written to it")
     for parent in place.root.absolute().parents:
         if (
@@ -285,10 +280,6 @@ def check_owner(place: Place) -> list[Finding] | Finding:
         shown = "; ".join(f"{path} {why}" for path, why in unsafe[:3])
         return [*findings, fail(f"{len(unsafe)} entries: {shown}", f"rm -r {place.build}")]
     return findings or ok(f"{place.build} and all below it are yours alone")
-
-
-def _only_foreign(folder: Path) -> bool:
-    return folder.stat().st_uid != os.geteuid()
 
 
 def check_mount(place: Place) -> Finding:
@@ -371,6 +362,8 @@ def check_entries(place: Place) -> list[Finding] | Finding:
             findings.append(fail(f"{path} {why}", f"{MINE} --fix"))
     if len(bad) > 20 and not place.fix:
         findings.append(fail(f"and {len(bad) - 20} more broken files", f"{MINE} --fix"))
+    if bad and place.fix:
+        _forget_warm(place.build / "manifest.json")
     if found.stale and place.fix:
         for path in found.stale:
             with contextlib.suppress(FileNotFoundError):
@@ -380,6 +373,13 @@ def check_entries(place: Place) -> list[Finding] | Finding:
         findings.append(warn(text, f"{MINE} --fix"))
     whole = f"{found.files - len(bad)} files whole, {found.bytes / MIB:.1f} MiB, {found.graphs} graphs"
     return findings or ok(whole, bytes=found.bytes, files=found.files, graphs=found.graphs)
+
+
+def _forget_warm(manifest: Path) -> None:
+    """Something compiled is gone: the next gate finds out what is warm and notes it again."""
+    found = compile_utils.read_manifest(manifest)
+    if found:
+        compile_utils.write_beside(manifest, json.dumps(found | {"warm": {}}, indent=1).encode())
 
 
 def check_others(place: Place, prune: bool) -> Finding:
@@ -407,15 +407,13 @@ def check_warm(place: Place, plan: tuple[str, str] | str) -> Finding:
         )
     key, source = plan
     warm = compile_utils.read_manifest(place.build / "manifest.json").get("warm", {})
-    entry = warm.get(f"{key} {source}")
+    entry, start = warm.get(f"{key} {source}"), "start the run: its first start compiles"
     if entry:
         if not scan(place.build, deep=False).graphs:
-            return fail(
-                f"noted as warm on {entry['date']}, but the entries are gone: {key}", f"rm -r {place.build}"
-            )
+            gone = f"cold: noted as warm on {entry['date'][:16]}, but the entries are gone: {key}"
+            return warn(gone, start, key=key, warm=False)
         text = f"warm since {entry['date'][:16]}, {entry['graphs']} graphs, took {entry['seconds']} s: {key}"
         return ok(text, key=key, source=source, warm=True)
-    start = "start the run: its first start compiles"
     if any(k.startswith(f"{key} ") for k in warm):
         return warn(
             f"cold: model.py changed since these shapes were compiled: {key}", start, key=key, warm=False
@@ -550,7 +548,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
     parser.add_argument("--compile-cache", metavar="DIR", help="as for train.py (~/.cache/blockdraft)")
-    parser.add_argument("--fix", action="store_true", help="set broken files aside, take permissions back")
+    parser.add_argument("--fix", action="store_true", help="set broken files aside")
     parser.add_argument("--prune", action="store_true", help="delete other builds' folders")
     parser.add_argument("--probe", action="store_true", help="compile the run's layer in a child process")
     parser.add_argument("--child", help=argparse.SUPPRESS)

