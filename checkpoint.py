@@ -6,6 +6,7 @@ Whatever must be whole is written beside its place and renamed, so a torn checkp
 import dataclasses
 import fcntl
 import json
+import math
 import os
 import shutil
 import sys
@@ -33,14 +34,21 @@ def write_whole(path: Path, text: str) -> None:
 
 
 def next_free_run(root: Path = Path("runs")) -> Path:
-    """`runs/NNN`, one above the highest there."""
-    taken = [int(p.name) for p in root.glob("[0-9]*") if p.name.isdigit()] if root.is_dir() else []
-    return root / f"{max(taken, default=0) + 1:03d}"
+    """Make `runs/NNN`, one above the highest there; two jobs that ask at once get two."""
+    while True:
+        taken = [int(p.name) for p in root.glob("[0-9]*") if p.name.isdigit()] if root.is_dir() else []
+        run = root / f"{max(taken, default=0) + 1:03d}"
+        try:
+            run.mkdir(parents=True)
+            return run
+        except FileExistsError:
+            continue
 
 
 def checkpoints(run: Path) -> list[Path]:
     """The whole checkpoints of a run folder, oldest first."""
-    return sorted(p for p in run.glob("step-[0-9]*") if (p / "state.json").is_file())
+    found = (p for p in run.glob("step-[0-9]*") if p.name[5:].isdigit() and (p / "state.json").is_file())
+    return sorted(found, key=lambda p: int(p.name[5:]))
 
 
 def find_checkpoint(path: Path) -> tuple[Path, Path | None]:
@@ -56,6 +64,32 @@ def find_checkpoint(path: Path) -> tuple[Path, Path | None]:
     return path, (checkpoints(path) or [None])[-1]
 
 
+def read_config(run: Path) -> dict:
+    """The saved config of a run; ValueError if it is none."""
+    try:
+        saved = json.loads((run / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{run}/config.json: unreadable ({error}): start the run anew") from None
+    if not isinstance(saved, dict):
+        raise ValueError(f"{run}/config.json: not a saved config: start the run anew")
+    return saved
+
+
+def note_failure(run: Path, why: str) -> None:
+    """For a rank other than 0: if rank 0 is gone without a word (its lock is free), say it in its place."""
+    try:
+        with open(run / ".lock", "r+") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if json.loads((run / "status.json").read_text(encoding="utf-8"))["state"] == "running":
+                write_status(run, "failed", why=why)
+    except (BlockingIOError, FileNotFoundError):  # it lives and writes itself, or is on another machine
+        pass
+
+
+def write_status(run: Path, state: str, **more: Any) -> None:
+    write_whole(run / "status.json", json.dumps({"state": state, **more}, indent=2) + "\n")
+
+
 class RunFolder:
     """What rank 0 writes while a run goes on: config, status, log, metrics. Locked against a second job."""
 
@@ -67,6 +101,9 @@ class RunFolder:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
             raise ValueError(f"{path}: another job runs in this folder: give a new --out") from None
+        for pattern in (".step-*", ".curves.*", ".*.json*.*"):  # what a killed job was writing
+            for left in path.glob(pattern):
+                shutil.rmtree(left) if left.is_dir() else left.unlink()
         self.log_file = open(path / "train.log", "a", buffering=1, encoding="utf-8")
         self.metrics_file = None
 
@@ -80,17 +117,31 @@ class RunFolder:
 
     def write_status(self, state: str, **more: Any) -> None:
         """status.json: running, finished, stopped or failed, and why."""
-        write_whole(self.path / "status.json", json.dumps({"state": state, **more}, indent=2) + "\n")
+        write_status(self.path, state, **more)
 
-    def open_metrics(self, step: int) -> None:
-        """Append to metrics.jsonl after `step`, dropping lines of later steps (they will be done again)."""
-        path = self.path / "metrics.jsonl"
+    def open_metrics(self, step: int) -> list[str]:
+        """Append to metrics.jsonl after `step`. Lines of later steps are dropped and their checkpoints set
+        aside, since those steps will be done again; returns what to tell the user of that.
+        """
+        path, said = self.path / "metrics.jsonl", []
         kept = [json.dumps(m) + "\n" for m in read_metrics(self.path) if m["step"] <= step]
         write_whole(path, "".join(kept))
         self.metrics_file = open(path, "a", buffering=1, encoding="utf-8")
+        for later in checkpoints(self.path):
+            if int(later.name[5:]) > step:
+                aside = self.path / f"aside-{later.name}"
+                shutil.rmtree(aside, ignore_errors=True)
+                os.rename(later, aside)
+                said.append(f"{later} comes after the step resumed from: set aside as {aside}")
+        return said
 
     def write_metrics(self, record: dict) -> None:
-        self.metrics_file.write(json.dumps(record) + "\n")
+        """A loss that is not finite is null: JSON knows no NaN."""
+        self.metrics_file.write(json.dumps({k: finite(v) for k, v in record.items()}) + "\n")
+
+
+def finite(value: Any) -> Any:
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def read_metrics(run: Path) -> list[dict]:
@@ -178,15 +229,23 @@ def save(
     state = {"step": step, "drafter": dataclasses.asdict(drafter.c), "versions": versions(), **state}
     (beside / "state.json").write_text(json.dumps(state, indent=2) + "\n")
     for path in [*beside.rglob("*"), beside]:
-        descriptor = os.open(path, os.O_RDONLY)
-        os.fsync(descriptor)
-        os.close(descriptor)
+        sync(path)
     if place.exists():  # a resumed run reaches this step again
         shutil.rmtree(place)
     os.rename(beside, place)
+    sync(run)
     for old in checkpoints(run)[:-keep] if keep else ():
         shutil.rmtree(old)
     return place
+
+
+def sync(path: Path) -> None:
+    """Force a file's or a folder's content to the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def load(place: Path, drafter: Drafter, optimizer: torch.optim.Optimizer) -> dict:

@@ -30,7 +30,6 @@ see_one_gpu()
 import argparse
 import contextlib
 import dataclasses
-import json
 import math
 import resource
 import sys
@@ -113,9 +112,16 @@ class Config:
         return Path(self.target) if self.target else TINY
 
 
+class Parser(argparse.ArgumentParser):
+    """argparse prints its usage on every rank; a ValueError is printed once, as one line."""
+
+    def error(self, message: str) -> typing.NoReturn:
+        raise ValueError(f"{message}: see train.py --help")
+
+
 def parse_flags(argv: list[str] | None = None) -> Config:
     """The config from the command line; a resumed run's saved config fills in what is not given."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="train.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     for f in dataclasses.fields(Config):
@@ -126,9 +132,11 @@ def parse_flags(argv: list[str] | None = None) -> Config:
     given = vars(parser.parse_args(argv))
     saved = {}
     if given.get("resume"):
+        if "out" in given:
+            raise ValueError("--out with --resume: a resumed run stays in its folder: leave --out out")
         run, _ = checkpoint.find_checkpoint(Path(given["resume"]))
-        saved = json.loads((run / "config.json").read_text(encoding="utf-8"))
-        if saved.pop("world_size") != int(os.environ.get("WORLD_SIZE", 1)):
+        saved = checkpoint.read_config(run)
+        if saved.pop("world_size", 0) != int(os.environ.get("WORLD_SIZE", 1)):
             saved |= {"drafters": 0, "layout": ""}  # another world: split it anew
         known = {f.name for f in dataclasses.fields(Config)}
         saved = {k: v for k, v in saved.items() if k in known} | {"out": str(run)}
@@ -287,13 +295,12 @@ class Job:
         self.place = place  # the checkpoint to start from
         self.device = world.device
         self.dtype = torch.bfloat16 if self.device.type == "cuda" else torch.float32
-        self.folder = None
-        if world.rank == 0:
-            self.folder = checkpoint.RunFolder(run)
-            ending.on_forced_end = lambda why: self.folder.write_status(
-                "failed", why=f"ended by force: {why}"
-            )
+        self.run = run
         self.batches = world.together(lambda: Batches(c, t) if world.runs_target else None, "data")
+        self.folder = world.together(
+            lambda: checkpoint.RunFolder(run) if world.rank == 0 else None, "run folder"
+        )
+        ending.on_forced_end = lambda why: self.note_failure(f"ended by force: {why}")
         facts = world.gather(self.batches.facts if self.batches else None)
         self.facts = next(f for f in facts if f)
         self.drafter_config = DrafterConfig.of(
@@ -327,6 +334,16 @@ class Job:
             )
         else:
             self.world.together(lambda: None, "target")
+
+    def note_failure(self, why: str) -> None:
+        """status.json says failed; where rank 0 is gone without a word, another rank writes it."""
+        try:
+            if self.folder:
+                self.folder.write_status("failed", why=why)
+            else:
+                checkpoint.note_failure(self.run, why)
+        except OSError as problem:  # a full disk must not keep this process from ending
+            print(f"train.py: status.json could not be written: {problem}", file=sys.stderr, flush=True)
 
     def put(self, t: Tensor) -> Tensor:
         """To this rank's device without waiting for it."""
@@ -553,7 +570,7 @@ def measure(loss: Tensor, predicted: Tensor, blocks: Blocks) -> Tensor:
 
 
 def update(job: Job, weight: Tensor, lr: float) -> tuple[Tensor, Tensor]:
-    """Scale the summed gradients to the global mean, clip, step. Returns (gradient norm, 1.0 where skipped).
+    """Scale the summed gradients to the global mean, clip, step. Returns (norm, 1.0 where not finite).
 
     DDP divided by the drafters; the gradient of the one big batch is sum / global weight. A non-finite
     gradient skips the step on the device, without a branch, so that all replicas agree.
@@ -561,7 +578,8 @@ def update(job: Job, weight: Tensor, lr: float) -> tuple[Tensor, Tensor]:
     grads = [p.grad for p in job.drafter.parameters()]
     scale = job.world.drafters / weight.clamp(min=1e-9)
     norm = nn.utils.get_total_norm(grads) * scale
-    skip = (~torch.isfinite(norm) | (weight == 0)).float()
+    bad = ~torch.isfinite(norm)
+    skip = (bad | (weight == 0)).float()  # nothing supervised in the whole step: no failure, but no step
     factor = scale * (job.c.clip / (norm + 1e-6)).clamp(max=1.0)
     torch._foreach_mul_(grads, torch.where(skip > 0, 0.0, factor))
     for group in job.optimizer.param_groups:
@@ -571,7 +589,7 @@ def update(job: Job, weight: Tensor, lr: float) -> tuple[Tensor, Tensor]:
     )
     job.optimizer.step()
     torch._foreach_zero_(grads)
-    return norm, skip
+    return norm, bad.float()
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -853,11 +871,14 @@ def choose_run(c: Config, world: World) -> tuple[Path, Path | None]:
     def choose() -> tuple[Path, Path | None]:
         if c.resume:
             return checkpoint.find_checkpoint(Path(c.resume))
+        kept = world.launcher_store()  # outlives an elastic restart
+        if restarted and kept.check(["run"]):
+            run = Path(kept.get("run").decode())
+            return checkpoint.find_checkpoint(run) if (run / "config.json").exists() else (run, None)
         run = Path(c.out) if c.out else checkpoint.next_free_run()
-        if restarted and (run / "config.json").exists():
-            return checkpoint.find_checkpoint(run)
         if run.exists() and any(run.iterdir()):
             raise ValueError(f"--out {run}: not empty: give a new folder, or --resume {run} to go on with it")
+        kept.set("run", str(run.absolute()))
         return run, None
 
     chosen = world.together(lambda: choose() if world.rank == 0 else None, "run folder")
@@ -885,7 +906,8 @@ def start(job: Job) -> None:
 
         job.first_step = world.together(restore, "resume")["step"]
     if folder:
-        folder.open_metrics(job.first_step)
+        for line in folder.open_metrics(job.first_step):
+            folder.say(line)
         if job.place:
             folder.say(f"resumed from {job.place}: {job.first_step} of {job.total_steps} steps done")
     job.ending.training = True
@@ -931,15 +953,16 @@ def train(job: Job) -> None:
             folder.say(f"go on with: train.py --resume {folder.path}")
 
 
-def end_badly(error: BaseException, world: World, ending: Ending, folder: checkpoint.RunFolder | None) -> int:
+def end_badly(error: BaseException, world: World, ending: Ending, job: Job | None) -> int:
     """One rank says what went wrong, once: a line for what the user must change, else its traceback."""
     first = ending.fail(error)
-    if first["rank"] in (world.rank, -1):
+    alone = first["rank"] == -1 and (world.local == 0 or not isinstance(error, UserError))
+    if first["rank"] == world.rank or alone:
         if not isinstance(error, UserError):
             traceback.print_exception(error, file=sys.stderr)
         print(f"train.py: {first['why']}", file=sys.stderr, flush=True)
-    if folder:
-        folder.write_status("failed", why=first["why"])
+    if job:
+        job.note_failure(first["why"])
     return 1 if ending.training else 2
 
 
@@ -955,16 +978,20 @@ def main() -> int:
             print(f"train.py: {error}", file=sys.stderr)
         return 2
     ending, world = Ending(), World(c.layout, c.drafters)
-    job = None
+    job, run = None, None
     try:
         world.join(c.device, allow_cpu=not c.target)
         ending.watch(world)
         world.together(lambda: compile_utils.use_cache(c.compile_cache or None), "--compile-cache")
-        job = Job(c, t, world, ending, *choose_run(c, world))
+        run, place = choose_run(c, world)
+        job = Job(c, t, world, ending, run, place)
         train(job)
         world.leave()
     except Exception as error:  # whatever it is, every rank must end with it
-        code = end_badly(error, world, ending, job and job.folder)
+        code = end_badly(error, world, ending, job)
+        if run and not job and world.rank == 0:
+            with contextlib.suppress(OSError):  # not empty: not ours to remove
+                run.rmdir()
         sys.stdout.flush()
         os._exit(code)  # no destructor may wait for a rank that is gone
     ending.finished()

@@ -125,6 +125,12 @@ class World:
             "or --layout colocate on one GPU, or --device cpu"
         )
 
+    def launcher_store(self) -> dist.Store:
+        """The store that the launcher keeps, by a connection of its own; it outlives an elastic restart."""
+        address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        store = dist.TCPStore(address, port, is_master=False, timeout=datetime.timedelta(seconds=10))
+        return dist.PrefixStore(f"blockdraft/{os.environ.get('TORCHELASTIC_RUN_ID', 'job')}", store)
+
     def barrier(self) -> None:
         dist.barrier(group=self.setup)
 
@@ -218,10 +224,8 @@ class Ending:
 
     def watch(self, world: World) -> None:
         """From now on look for other ranks' failures; a store connection of its own, for the thread."""
-        address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-        store = dist.TCPStore(address, port, is_master=False, timeout=datetime.timedelta(seconds=10))
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-        self._store, self._world = dist.PrefixStore(f"blockdraft/{attempt}", store), world
+        self._store, self._world = dist.PrefixStore(attempt, world.launcher_store()), world
 
     def fail(self, error: BaseException) -> dict:
         """Tell every rank of this rank's error; returns the job's first failure, {rank, why}."""
