@@ -152,7 +152,7 @@ def resolve(c: Config, t: TargetConfig, world_size: int, nodes: int) -> Config:
     c.draft_layers = c.draft_layers or (2 if tiny else 5)
     c.gamma = c.gamma or model.default_gamma(c.block_size)
     c.max_length = c.max_length or min(4096, t.max_position, c.token_budget)
-    c.anchors = c.anchors or c.token_budget // 4
+    c.anchors = c.anchors or max(1, c.token_budget // 4)
     c.anchor_chunk = min(c.anchor_chunk or 2048, c.anchors)
     c.anchors = -(-c.anchors // c.anchor_chunk) * c.anchor_chunk
     if tiny:
@@ -164,7 +164,7 @@ def resolve(c: Config, t: TargetConfig, world_size: int, nodes: int) -> Config:
     for name in (positive + "clip epochs depth").split():
         if not getattr(c, name) > 0:
             raise ValueError(f"--{name.replace('_', '-')} {getattr(c, name)}: must be above 0")
-    for name in "steps batches_per_step save_every keep eval_every max_bad_lines drafters".split():
+    for name in "steps batches_per_step save_every keep eval_every max_bad_lines drafters seed".split():
         if getattr(c, name) < 0:
             raise ValueError(f"--{name.replace('_', '-')} {getattr(c, name)}: must not be below 0")
     if not c.data:
@@ -824,10 +824,13 @@ def gate(job: Job) -> None:
     """One rank of each node and role compiles what the run will run; then the others read it."""
     c, world, work = job.c, job.world, None
     source = compile_utils.source_hash(model)
+    say = job.folder.say if job.folder else lambda line: None  # rank 0 says it for all
     if world.drafts:
-        job.drafter.run_layer = compile_utils.compile(model.DrafterLayer.forward, name="drafter layer")
+        job.drafter.run_layer = compile_utils.compile(
+            model.DrafterLayer.forward, name="drafter layer", log=say
+        )
         if job.device.type == "cuda":
-            job.drafter.run_loss = compile_utils.compile(model.cross_entropy_rows, name="loss")
+            job.drafter.run_loss = compile_utils.compile(model.cross_entropy_rows, name="loss", log=say)
         work = warm_up(job)
     d = job.drafter_config
     shape = (d.hidden, d.intermediate, d.heads, d.kv_heads, d.head_dim, d.vocab)
@@ -840,7 +843,7 @@ def gate(job: Job) -> None:
         key=key,
         label=world.name(),
         source=source,
-        log=job.folder.say if job.folder else print,
+        log=say,
     )
     if job.device.type == "cuda":
         compile_utils.freeze()
