@@ -266,12 +266,12 @@ class Threads:
         self.failures.append(failure)
 
     def run(self) -> dict:
+        start = time.perf_counter()
         if self.spec["remedy"] == "warmup":
             for work in self.works:
                 work.call()
         if self.spec["kind"] == "held":
             hold_trace(inside_forward=False)
-        start = time.perf_counter()
         threads = [
             threading.Thread(target=self.worker, args=(i,), daemon=True) for i in range(len(self.works))
         ]
@@ -849,7 +849,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     args.workers = args.workers if args.workers is not None else (2 if args.quick else 3)
     args.budget = args.budget if args.budget is not None else (165.0 if args.quick else 3600.0)
     args.limit = args.limit if args.limit is not None else (75.0 if args.quick else 180.0)
-    args.steady = args.steady if args.steady is not None else (0.5 if args.quick else 2.0)
+    args.steady = args.steady if args.steady is not None else (1.0 if args.quick else 2.0)
     if args.trials < 1 or args.workers < 2:
         parser.error("--trials must be at least 1 and --workers at least 2 (one worker cannot race)")
     remedies = chosen(parser, "--remedies", args.remedies, REMEDIES)

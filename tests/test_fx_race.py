@@ -122,6 +122,41 @@ def result_of(*trials, torch="2.11.0", skipped=()):
     return {"trials": told, "torch": torch, "executable": torch, "skipped": list(skipped)}
 
 
+def threads(tmp_path, attend):
+    """The threads of one trial in this process, each calling `attend(work)` in place of compiled attention."""
+    spec = {"remedy": "none", "kind": "together", "workers": 2, "devices": ["cpu"], "tokens": 256}
+    spec |= {"own_length": True, "steady": 0.01, "steady_lock": f"{tmp_path}/lock", "out": f"{tmp_path}/out"}
+    running = fx_race.Threads(spec)
+    for work in running.works:
+        work.attend = lambda *inputs, work=work: attend(work)
+    return running.run()
+
+
+def shifted(work, by):
+    out = work.reference[0].clone()
+    out[0, 0, 7, 3] += by
+    return out
+
+
+def test_a_wrong_result_is_told_from_a_right_one(tmp_path):
+    assert (
+        threads(tmp_path, lambda work: shifted(work, 1e-6))["outcome"] == "eager"
+    )  # right, but not compiled
+    for by in (0.1, float("nan")):
+        assert threads(tmp_path, lambda work, by=by: shifted(work, by))["outcome"] == "wrong"
+    assert json.loads((tmp_path / "first.json").read_text())["outcome"] == "wrong"
+
+
+@pytest.mark.parametrize("text, outcome", [(fx_race.FX_ERROR + " a", "fx_error"), ("boom", "other_error")])
+def test_an_error_of_one_worker_is_the_outcome(tmp_path, text, outcome):
+    def attend(work):
+        if work.length > 256:  # the second worker
+            raise RuntimeError(text)
+        return work.reference[0]
+
+    assert threads(tmp_path, attend)["outcome"] == outcome
+
+
 CLEAN = [("gate", "together", "ok"), ("gate", "held", "ok")]
 
 
