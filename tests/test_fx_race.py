@@ -123,7 +123,7 @@ def result_of(*trials, torch="2.11.0", skipped=()):
 
 
 def threads(tmp_path, attend):
-    """The threads of one trial in this process, each calling `attend(work)` in place of compiled attention."""
+    """The threads of one trial in this process; `attend(work)` stands in for compiled attention."""
     spec = {"remedy": "none", "kind": "together", "workers": 2, "devices": ["cpu"], "tokens": 256}
     spec |= {"own_length": True, "steady": 0.01, "steady_lock": f"{tmp_path}/lock", "out": f"{tmp_path}/out"}
     running = fx_race.Threads(spec)
