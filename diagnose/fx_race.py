@@ -904,4 +904,5 @@ def main(argv: list[str] | None = None) -> int:
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--child"]:
         child(sys.argv[2])
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the children are ended too
     sys.exit(main())
