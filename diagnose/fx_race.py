@@ -630,6 +630,10 @@ def measure(python: str, args: argparse.Namespace, say) -> dict:
         device = args.device if args.device != "auto" else ("cuda" if found["gpus"] else "cpu")
         if device == "cuda" and not found["gpus"]:
             raise SystemExit(f"fx_race: --device cuda, but {python} sees no GPU; use --device cpu")
+        if device == "cpu" and not any(map(shutil.which, (os.environ.get("CXX", "g++"), "g++", "clang++"))):
+            raise SystemExit(
+                "fx_race: no C++ compiler, so nothing compiles on the CPU; sudo apt-get install g++"
+            )
         count = min(args.workers, max(1, len(found["gpus"])))
         devices = [f"cuda:{i}" for i in range(count)] if device == "cuda" else ["cpu"]
         jobs = args.jobs or (min(4, max(1, (os.cpu_count() or 1) // 4)) if device == "cuda" else 1)
