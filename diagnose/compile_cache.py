@@ -456,11 +456,8 @@ def _job(flags: list[str], light: bool):
     if c.target and not c.data:
         c.data = ["unread"]  # shapes do not depend on it
     t = model.TargetConfig.from_folder(c.folder)
-    c = (
-        train.resolve(c, t, 1, 1)
-        if not c.drafters
-        else train.resolve(dataclasses.replace(c, drafters=0, layout="", batches_per_step=0), t, 1, 1)
-    )
+    alone = dataclasses.replace(c, drafters=0, layout="colocate", batches_per_step=0)
+    c = train.resolve(alone, t, 1, 1)  # the split over ranks does not change the shapes
     job = object.__new__(train.Job)
     job.c, job.t, job.folder, job.world = c, t, None, world.World("colocate", 1)
     job.world.store = None
@@ -559,7 +556,10 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     if args.flags:
         import train
 
-        train.parse_flags(args.flags)  # exits with its own message when they are not train.py's
+        try:
+            train.parse_flags(args.flags)
+        except ValueError as error:
+            parser.error(str(error))
     return args
 
 
@@ -577,7 +577,7 @@ def checks(report: Report, args: argparse.Namespace | None = None) -> None:
     report.run("manifest", check_manifest, place)
     report.run("entries", check_entries, place)
     report.run("other builds", check_others, place, args.prune)
-    report.run("warm", check_warm, place, run_plan(args.flags))
+    report.run("warm", lambda: check_warm(place, run_plan(args.flags)))
     if args.probe:
         report.run("probe", check_probe, place, args.work, args.flags)
 
