@@ -93,7 +93,7 @@ class Config:
     warmup_ratio: float = option(0.04, "share of the steps with rising learning rate")
     clip: float = option(1.0, "largest gradient norm")
     steps: int = option(0, "optimizer steps (default: as many as --epochs takes)")
-    epochs: int = option(6, "passes over the data")
+    epochs: int = option(0, "passes over the data (6)")
     batches_per_step: int = option(
         0, "batches of a step over all drafters, a multiple of their number (one each)"
     )
@@ -156,8 +156,9 @@ def resolve(c: Config, t: TargetConfig, world_size: int, nodes: int) -> Config:
     c.anchor_chunk = min(c.anchor_chunk or 2048, c.anchors)
     c.anchors = -(-c.anchors // c.anchor_chunk) * c.anchor_chunk
     if tiny:
-        c.steps = c.steps or 500
+        c.steps = c.steps or (0 if c.epochs else 500)
         c.data, c.eval_data = c.data or [str(TINY / "train.jsonl")], c.eval_data or [str(TINY / "eval.jsonl")]
+    c.epochs = c.epochs or 6
     positive = (
         "token_budget max_batch_size max_length block_size draft_layers taps anchors anchor_chunk gamma lr "
     )
@@ -835,16 +836,19 @@ def gate(job: Job) -> None:
     d = job.drafter_config
     shape = (d.hidden, d.intermediate, d.heads, d.kv_heads, d.head_dim, d.vocab)
     key = f"T{c.token_budget} A{c.anchor_chunk} B{d.block_size} {shape} {job.dtype}"
-    compile_utils.gate(
-        work,
-        role=world.role,
-        leader=world.node * world.per_node + (0 if world.drafts else world.drafters_per_node),
-        store=world.store,
-        key=key,
-        label=world.name(),
-        source=source,
-        log=say,
-    )
+    try:
+        compile_utils.gate(
+            work,
+            role=world.role,
+            leader=world.node * world.per_node + (0 if world.drafts else world.drafters_per_node),
+            store=world.store,
+            key=key,
+            label=world.name(),
+            source=source,
+            log=say,
+        )
+    except compile_utils.GateError as error:  # the rank that failed has shown its traceback
+        raise UserError(f"{error}") from None
     if job.device.type == "cuda":
         compile_utils.freeze()
 

@@ -25,6 +25,7 @@ T = TypeVar("T")
 STOP_LIMIT_S = 20.0  # after a signal the process ends by itself after this long; torchrun kills it after 30 s
 FAILURE_LIMIT_S = 8.0  # likewise after another rank's failure
 LOST = re.compile("connection (closed|reset|refused)|broken pipe|socket", re.IGNORECASE)
+ATTEMPT = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
 SHORT_S, LONG_S = 120.0, 3600.0  # time-outs of the control groups: training, and loading and compiling
 
 
@@ -85,7 +86,8 @@ class World:
                 os.environ["MASTER_PORT"] = str(probe.getsockname()[1])
         os.environ.setdefault("RANK", "0")
         os.environ.setdefault("WORLD_SIZE", "1")
-        self.store, _, _ = next(dist.rendezvous("env://", timeout=datetime.timedelta(seconds=SHORT_S)))
+        store, _, _ = next(dist.rendezvous("env://", timeout=datetime.timedelta(seconds=SHORT_S)))
+        self.store = dist.PrefixStore(f"blockdraft/{ATTEMPT}", store)  # torchrun keeps it over a restart
         self.device = self.choose_device(device, allow_cpu)
         os.environ.setdefault("TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING", "0")
         backend = "cpu:gloo,cuda:nccl" if self.device.type == "cuda" else "gloo"
@@ -224,8 +226,7 @@ class Ending:
 
     def watch(self, world: World) -> None:
         """From now on look for other ranks' failures; a store connection of its own, for the thread."""
-        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-        self._store, self._world = dist.PrefixStore(attempt, world.launcher_store()), world
+        self._store, self._world = dist.PrefixStore(ATTEMPT, world.launcher_store()), world
 
     def fail(self, error: BaseException) -> dict:
         """Tell every rank of this rank's error; returns the job's first failure, {rank, why}."""
