@@ -97,18 +97,27 @@ class Launcher:
         self.server.wait(timeout=30)
 
 
-def torchrun(home: Path, ranks: int, *flags: object, plant: str = "", **env: str) -> subprocess.Popen:
-    """The same under torchrun, as a process group of its own; stdout and stderr joined, to be read by the
-    caller.
+def torchrun(
+    home: Path, ranks: int, flags: list, plant: str = "", options: tuple[str, ...] = (), cwd: Path = ROOT
+) -> subprocess.Popen:
+    """The same under torchrun, as a session of its own; stdout and stderr joined, to be read by the caller.
+
+    Each rank leaves its exit code in `home`/code<rank>.
     """
     script = home / f"planted{time.monotonic_ns()}.py"
     script.write_text(
-        f"import os, sys\nimport train\nRANK = int(os.environ['RANK'])\n{plant}\nsys.exit(train.main())\n"
+        "import os, pathlib, sys\n"
+        "import train\n"
+        "RANK = int(os.environ['RANK'])\n"
+        f"{plant}\n"
+        "code = train.main()\n"
+        f"pathlib.Path({str(home)!r}, f'code{{RANK}}').write_text(str(code))\n"
+        "sys.exit(code)\n"
     )
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
     return subprocess.Popen(
-        [*command, str(script), *map(str, flags)],
-        env=environment(home, **env), cwd=ROOT, text=True, start_new_session=True,
+        [*command, *options, str(script), *map(str, flags)],
+        env=environment(home), cwd=cwd, text=True, start_new_session=True,
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
     )  # fmt: skip
 

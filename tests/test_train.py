@@ -4,15 +4,23 @@ every way to end is orderly.
 
 import json
 import math
+import re
 import shutil
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 from conftest import TINY
+from launch import ROOT, environment, torchrun
 from safetensors.torch import load_file
 
+import checkpoint
 import data
+import model
+import train
 
 STEPS = 8
 METRICS = (
@@ -59,9 +67,13 @@ SPLITS = {
     "1+2": (3, ("--drafters", 1)),
     "3+1": (4, ("--drafters", 3)),
     "3+2": (5, ("--drafters", 3)),
+    "2 nodes of 1+1": (4, ("--drafters", 2)),
     "chunks of 16": (2, ("--anchor-chunk", 16)),
     "chunks of 8": (2, ("--layout", "colocate", "--anchor-chunk", 8)),
 }
+
+
+TWO_NODES = "import os; os.environ |= {'LOCAL_WORLD_SIZE': '2', 'LOCAL_RANK': str(RANK % 2)}"
 
 
 @pytest.fixture(scope="module")
@@ -73,7 +85,10 @@ def runs(launcher, small, tmp_path_factory):
         if name not in done:
             ranks, flags = SPLITS[name]
             flags = ("--batches-per-step", 12, "--steps", STEPS, "--eval-every", 4, "--save-every", 4, *flags)
-            done[name] = launcher.run(ranks, folder / name.replace(" ", "-"), *small, *flags).good()
+            plant = TWO_NODES if "nodes" in name else ""
+            done[name] = launcher.run(
+                ranks, folder / name.replace(" ", "-"), *small, *flags, plant=plant
+            ).good()
         return done[name]
 
     return run
@@ -140,3 +155,399 @@ def test_a_torn_checkpoint_is_refused_in_one_line(launcher, runs, tmp_path):
     lines = [line for line in "".join(ended.err).splitlines() if "train.py:" in line]
     assert len(lines) == 1 and "step-000004" in lines[0] and "not a whole checkpoint" in lines[0]
     assert "Traceback" not in ended.text
+
+
+# ---------------------------------------------------------------------------------------------------------
+# The run folder
+
+
+@pytest.fixture(scope="module")
+def first_run(launcher, small, tmp_path_factory):
+    """(folder of runs, what was printed): `python train.py`, one process, as a user types it."""
+    place = tmp_path_factory.mktemp("work")
+    flags = "--steps 6 --batches-per-step 2 --eval-every 3 --save-every 2 --keep 2".split()
+    done = subprocess.run(
+        [sys.executable, ROOT / "train.py", *small, *flags],
+        env=environment(launcher.home),
+        cwd=place,
+        capture_output=True,
+        text=True,
+        timeout=90,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return place / "runs", done.stdout
+
+
+def contents(folder: Path) -> dict[str, tuple[int, bytes]]:
+    files = [p for p in folder.rglob("*") if p.is_file()]
+    return {str(p.relative_to(folder)): (p.stat().st_mtime_ns, p.read_bytes()) for p in files}
+
+
+def test_what_a_run_leaves_in_its_folder(first_run):
+    runs, said = first_run
+    run = runs / "001"
+    names = {p.name for p in run.iterdir() if p.name != ".lock"}
+    kept = {"step-000004", "step-000006"}  # --keep 2 of steps 2, 4 and 6
+    assert names == {"config.json", "status.json", "train.log", "metrics.jsonl", "curves.png"} | kept
+    assert json.loads((run / "status.json").read_text()) == {"state": "finished", "step": 6}
+    config = json.loads((run / "config.json").read_text())
+    assert config["layout"] == "colocate" and config["batches_per_step"] == 2 and config["keep"] == 2
+    assert (run / "train.log").read_text() == said
+    for place in kept:
+        files = {str(p.relative_to(run / place)) for p in (run / place).rglob("*") if p.is_file()}
+        export = {"export/config.json", "export/model.safetensors"}
+        assert files == {"model.safetensors", "optimizer.pt", "state.json"} | export
+    assert "export runs/001/step-000006/export" in said.splitlines()[-1]
+
+
+def test_metrics_have_the_keys_of_the_contract(first_run):
+    records = [json.loads(line) for line in (first_run[0] / "001" / "metrics.jsonl").read_text().splitlines()]
+    assert [m["step"] for m in records] == list(range(7))
+    more = {"eval_acc_by_slot", "eval_tau_by_source"}
+    for m in records:
+        wanted = {"step"} if m["step"] == 0 else set(METRICS)
+        wanted |= {*EVALUATION, *more} if m["step"] in (0, 3, 6) else set()
+        assert m.keys() == wanted
+        assert all(math.isfinite(v) for v in m.values() if isinstance(v, float))
+    assert len(repr(records[1]["loss"])) > 8  # unrounded
+    assert len(records[0]["eval_acc_by_slot"]) == 7
+    assert records[0]["eval_acc_len"] < 1.1 < math.log(1024) / 6 and records[6]["loss"] < records[1]["loss"]
+
+
+def test_the_console_mirrors_the_metrics(first_run):
+    lines = [line for line in first_run[1].splitlines() if line.startswith("step ")]
+    assert len(lines) == 6
+    form = (
+        r"step 0000\d/00006 \| loss \d+\.\d{4} \| acc_len \d\.\d\d \| lr \d\.\de-\d\d \| gnorm \d+\.\d\d "
+        r"\| \d+ ms \| \d+\.\d Ktok/s \| wait t \d+% d \d+% \| \d+\.\d/\d+ GiB \| eta \d+[smh]"
+    )
+    assert all(re.fullmatch(form, line) for line in lines[:5]), lines
+
+
+def test_curves_are_a_picture(first_run):
+    from matplotlib.image import imread
+
+    picture = imread(first_run[0] / "001" / "curves.png")
+    assert picture.shape[0] > 300 and picture.shape[1] > 300 and picture.std() > 0.01
+
+
+def test_a_second_run_leaves_the_first_alone(launcher, small, first_run):
+    before = contents(first_run[0] / "001")
+    go_there = f"import os; os.chdir({str(first_run[0].parent)!r})"
+    flags = "--steps 1 --batches-per-step 2".split()
+    launcher.run(1, None, *small, *flags, plant=go_there).good()
+    assert (first_run[0] / "002" / "step-000001" / "state.json").exists()
+    refused = launcher.run(2, first_run[0] / "001", *small, *flags)
+    assert refused.codes == [2, 2] and "Traceback" not in refused.text
+    lines = [line for line in "".join(refused.err).splitlines() if "train.py:" in line]
+    assert len(lines) == 1 and "not empty" in lines[0] and "--resume" in lines[0]
+    assert contents(first_run[0] / "001") == before
+
+
+def test_export_of_a_run_reads_back_as_the_trained_drafter(first_run):
+    place = first_run[0] / "001" / "step-000006"
+    trained, back = load_file(place / "model.safetensors"), checkpoint.load_export(place / "export", TINY)
+    for name, p in back.state_dict().items():
+        assert torch.equal(p, trained[name].bfloat16().float())
+
+
+# ---------------------------------------------------------------------------------------------------------
+# Data that trains nothing
+
+
+def write_ids(path: Path, *documents: tuple[int, int]) -> Path:
+    """JSONL of documents of given lengths whose last tokens, so many of them, are supervised."""
+    lines = []
+    for number, (length, supervised) in enumerate(documents):
+        ids = [40 + (7 * number + 3 * i) % 900 for i in range(length)]
+        mask = [int(i >= length - supervised) for i in range(length)]
+        lines.append(json.dumps({"input_ids": ids, "loss_mask": mask}) + "\n")
+    path.write_text("".join(lines))
+    return path
+
+
+def test_documents_without_anchors_hang_nothing(launcher, small, tmp_path):
+    """Case 16: one document a batch, most of them unsupervised or too short; two drafters go on in step."""
+    documents = [(60, 0)] * 9 + [(3, 1)] * 3 + [(50, 30), (9, 4)]
+    path = write_ids(tmp_path / "ids.jsonl", *documents)
+    flags = ["--data", path, "--max-batch-size", 1, "--drafters", 2, "--batches-per-step", 2, "--epochs", 2]
+    done = launcher.run(3, tmp_path / "run", *small, *flags).good()
+    steps = [m for m in done.records() if m["step"]]
+    assert len(steps) == 14 and sum(m["loss"] == 0 for m in steps) >= 10
+    assert not any("skipped" in m for m in steps) and max(m["loss"] for m in steps) > 5
+    assert all(torch.isfinite(t).all() for t in tensors(done.folder / "step-000014").values())
+
+
+NAN_FEATURES = """
+real = train.Job.make_features
+def planted(job, batch, out):
+    real(job, batch, out)
+    if {when}:
+        out.fill_(float("nan"))
+    return out
+train.Job.make_features = planted
+"""
+
+
+def test_a_step_with_a_nan_changes_nothing(launcher, small, tmp_path):
+    """Case 24: skipped on every replica, counted, and the moments and their step counts stay as they were."""
+    flags = "--drafters 2 --batches-per-step 2 --steps 5 --save-every 1 --keep 0".split()
+    plant = NAN_FEATURES.format(when="batch.index == 5")  # drafter 1, step 3
+    done = launcher.run(3, tmp_path / "run", *small, *flags, plant=plant).good()
+    assert [m["step"] for m in done.records() if m.get("skipped")] == [3]
+    assert [m["loss"] is None for m in done.records() if m["step"]] == [False, False, True, False, False]
+    assert "SKIPPED" in done.out[0]
+    two, three, four = (done.folder / f"step-00000{n}" for n in (2, 3, 4))
+    assert same_tensors(two, three) and not same_tensors(three, four)
+    assert all(torch.isfinite(t).all() for t in tensors(done.folder / "step-000005").values())
+
+
+def test_five_steps_of_nan_in_a_row_end_the_run(launcher, small, tmp_path):
+    flags = "--drafters 2 --batches-per-step 2 --steps 20 --save-every 2".split()
+    plant = NAN_FEATURES.format(when="batch.index >= 4")
+    ended = launcher.run(3, tmp_path / "run", *small, *flags, plant=plant)
+    assert ended.codes == [1, 1, 1] and "Traceback" not in ended.text
+    assert ended.text.count("train.py: 5 steps in a row with a non-finite gradient, up to step 7") == 1
+    assert ended.status()["state"] == "failed" and "5 steps in a row" in ended.status()["why"]
+
+
+# ---------------------------------------------------------------------------------------------------------
+# Faults and signals
+
+
+FAULT_FLAGS = "--drafters 2 --batches-per-step 2 --steps 16 --save-every 2 --eval-every 100".split()
+AT = {
+    "target": """
+real = train.Job.make_features
+def planted(job, batch, out):
+    if RANK == 2 and batch.index == 9:
+        {what}
+    return real(job, batch, out)
+train.Job.make_features = planted
+""",
+    "drafter": """
+real = train.accumulate
+def planted(job, replica, batch, features, sync):
+    if RANK == 1 and batch.index == 9:
+        {what}
+    return real(job, replica, batch, features, sync)
+train.accumulate = planted
+""",
+    "rank 0": """
+real = train.accumulate
+def planted(job, replica, batch, features, sync):
+    if RANK == 0 and batch.index == 8:
+        {what}
+    return real(job, replica, batch, features, sync)
+train.accumulate = planted
+""",
+    "gate": """
+real = train.warm_up
+def planted(job):
+    work = real(job)
+    def first():
+        if RANK == 0:
+            {what}
+        work()
+    return first
+train.warm_up = planted
+""",
+    "save": """
+real = train.checkpoint.export
+def planted(drafter, folder):
+    if "step-000004" in str(folder):
+        {what}
+    real(drafter, folder)
+train.checkpoint.export = planted
+""",
+}
+
+
+def at(place: str, what: str) -> str:
+    return "import os\n" + AT[place].format(what=what)
+
+
+def send(name: str) -> str:
+    return f"os.kill(os.getpid(), {int(signal.Signals[name])})"
+
+
+@pytest.fixture(scope="module")
+def undisturbed(launcher, small, tmp_path_factory):
+    return launcher.run(3, tmp_path_factory.mktemp("undisturbed") / "run", *small, *FAULT_FLAGS).good()
+
+
+def goes_on_as_if_nothing_had_happened(launcher, folder: Path, undisturbed) -> None:
+    """Resume to the end: exactly the losses and the last checkpoint of the undisturbed run."""
+    again = launcher.run(3, None, "--resume", folder).good()
+    again.folder = folder
+    assert again.status()["state"] == "finished"
+    assert relative_difference(undisturbed.records(), again.records()) == 0
+    assert same_tensors(undisturbed.folder / "step-000016", folder / "step-000016")
+
+
+@pytest.mark.parametrize("place", ["target", "drafter", "rank 0", "gate", "save"])
+def test_an_exception_on_any_rank_ends_the_job(launcher, small, place, tmp_path):
+    """All ranks end by themselves, with that rank's traceback once."""
+    ended = launcher.run(
+        3, tmp_path / "run", *small, *FAULT_FLAGS, plant=at(place, "raise MemoryError('planted')")
+    )
+    assert ended.codes == ([2] * 3 if place == "gate" else [1] * 3) and ended.seconds < 30
+    assert ended.text.count("Traceback (most recent call last)") == 1
+    assert ended.text.count("train.py: ") == 1 and "planted" in ended.text.split("train.py: ")[1]
+    assert ended.status()["state"] == "failed" and "planted" in ended.status()["why"]
+    whole = checkpoint.checkpoints(ended.folder)
+    assert [p.name for p in whole] == ["step-000002", "step-000004"][: len(whole)]
+    assert len(whole) in {"gate": [0], "save": [1]}.get(place, [1, 2]) and all(tensors(p) for p in whole)
+
+
+@pytest.mark.parametrize("place", ["target", "rank 0"])
+def test_a_killed_rank_ends_the_job(launcher, small, undisturbed, place, tmp_path):
+    ended = launcher.run(3, tmp_path / "run", *small, *FAULT_FLAGS, plant=at(place, send("SIGKILL")))
+    assert sorted(ended.codes) == [-9, 1, 1] and ended.seconds < 30
+    assert ended.status()["state"] == "failed" and "lost the connection" in ended.status()["why"]
+    assert ended.text.count("train.py: ") == 1
+    if place == "rank 0":
+        goes_on_as_if_nothing_had_happened(launcher, ended.folder, undisturbed)
+
+
+@pytest.mark.parametrize(
+    ("name", "place"), [("SIGTERM", "gate"), ("SIGINT", "save"), ("SIGHUP", "drafter"), ("SIGTERM", "target")]
+)
+def test_a_signal_to_any_rank_stops_the_job_in_order(launcher, small, undisturbed, name, place, tmp_path):
+    """Case 19: finish the step, save, say stopped, exit 0 everywhere; a resume goes on from there."""
+    ended = launcher.run(3, tmp_path / "run", *small, *FAULT_FLAGS, plant=at(place, send(name))).good()
+    assert ended.seconds < 30 and ended.status()["state"] == "stopped"
+    newest = checkpoint.checkpoints(ended.folder)[-1]
+    assert newest.name == f"step-{ended.status()['step']:06d}" and ended.status()["step"] < 16
+    assert [m["step"] for m in ended.records()] == list(range(ended.status()["step"] + 1))
+    if place == "target":
+        goes_on_as_if_nothing_had_happened(launcher, ended.folder, undisturbed)
+
+
+def test_a_second_signal_ends_the_job_at_once(launcher, small, tmp_path):
+    what = f"import time; {send('SIGTERM')}; time.sleep(2.3); {send('SIGTERM')}; time.sleep(60)"
+    ended = launcher.run(3, tmp_path / "run", *small, *FAULT_FLAGS, plant=at("target", what))
+    assert ended.codes == [1, 1, 143] and ended.seconds < 25
+    assert ended.status()["state"] == "failed"
+
+
+def test_sigterm_to_torchrun_stops_the_job_in_order(launcher, small, undisturbed, tmp_path):
+    slowly = "import time\n" + at("target", "pass").replace("if RANK", "time.sleep(0.1)\n    if RANK")
+    flags = [*small, *FAULT_FLAGS, "--out", tmp_path / "run"]
+    job = torchrun(tmp_path, 3, flags, plant=slowly)
+    said = []
+    for line in job.stdout:
+        said.append(line)
+        if line.startswith("saved") and "step-000002" in line:
+            job.send_signal(signal.SIGTERM)
+    assert job.wait(timeout=60) == 1  # torchrun's own answer to a signal
+    assert [(tmp_path / f"code{rank}").read_text() for rank in range(3)] == ["0"] * 3, "".join(said)
+    status = json.loads((tmp_path / "run" / "status.json").read_text())
+    assert status["state"] == "stopped" and "SIGTERM" in status["why"], "".join(said)
+    goes_on_as_if_nothing_had_happened(launcher, tmp_path / "run", undisturbed)
+
+
+def test_an_elastic_restart_goes_on_in_the_same_folder(launcher, small, undisturbed, tmp_path):
+    """torchrun --max-restarts: the restarted job finds its own folder and newest checkpoint."""
+    once = "os.environ['TORCHELASTIC_RESTART_COUNT'] == '0' and fail()"
+    plant = "def fail(): raise RuntimeError('planted')\n" + at("drafter", once)
+    job = torchrun(tmp_path, 3, [*small, *FAULT_FLAGS], plant, ("--max-restarts=1",), cwd=tmp_path)
+    said, _ = job.communicate(timeout=100)
+    assert job.returncode == 0, said
+    assert said.count("RuntimeError: planted\n") == 2 and "resumed from" in said  # traceback and its line
+    assert [p.name for p in (tmp_path / "runs").iterdir()] == ["001"]
+    records = [json.loads(m) for m in (tmp_path / "runs" / "001" / "metrics.jsonl").read_text().splitlines()]
+    assert relative_difference(undisturbed.records(), records) == 0
+
+
+# ---------------------------------------------------------------------------------------------------------
+# Flags
+
+
+BAD_FLAGS = {
+    "--drafters 5": "--drafters",
+    "--layout split --drafters 4": "--drafters",
+    "--layout colocate --drafters 1": "--drafters",
+    "--layout sideways": "--layout",
+    "--batches-per-step 7 --drafters 2": "--batches-per-step",
+    "--token-budget 1000": "1024",
+    "--token-budget 2": "--token-budget",
+    "--token-budget -128": "--token-budget",
+    "--block-size 1": "--block-size",
+    "--anchors -1": "--anchors",
+    "--anchor-chunk -1": "--anchor-chunk",
+    "--lr nan": "--lr",
+    "--lr 0": "--lr",
+    "--warmup-ratio 1": "--warmup-ratio",
+    "--steps -1": "--steps",
+    "--keep -1": "--keep",
+    "--depth 0": "--depth",
+    "--seed -1": "--seed",
+    "--max-length 100000": "--max-length",
+    "--device tpu": "--device",
+    "--steps many": "--steps",
+    "--no-such-flag": "--no-such-flag",
+    "--resume nowhere": "--resume nowhere",
+    "--resume nowhere --out x": "--out",
+    "--target nowhere": "nowhere",
+    "--target .": "config.json",
+}
+
+
+@pytest.mark.parametrize("flags", BAD_FLAGS)
+def test_a_bad_flag_is_named_in_one_line(flags):
+    with pytest.raises((ValueError, train.UserError)) as error:
+        c = train.parse_flags(flags.split())
+        train.resolve(c, model.TargetConfig.from_folder(c.folder), 4, 1)
+    assert BAD_FLAGS[flags] in str(error.value) and "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "flags", ["--token-budget 1000", "--no-such-flag", "--device cuda", "--data nowhere"]
+)
+def test_a_bad_start_is_said_once_and_writes_nothing(launcher, small, flags, tmp_path):
+    if flags == "--device cuda" and torch.cuda.is_available():
+        pytest.skip("there is a GPU here")
+    ended = launcher.run(2, tmp_path / "run", *small, *flags.split())
+    assert ended.codes == [2, 2]
+    assert len("".join(ended.err).splitlines()) == 1 and "".join(ended.err).startswith("train.py: ")
+    assert flags.split()[-1] in ended.text and not (tmp_path / "run").exists()
+
+
+def test_the_default_split_divides_the_batches_of_a_step():
+    t = model.TargetConfig.from_folder(TINY)
+    for size in range(2, 9):
+        c = train.resolve(train.Config(), t, size, 1)
+        assert 0 < c.drafters < size and c.batches_per_step == c.drafters
+        c = train.resolve(train.Config(batches_per_step=12), t, size, 1)
+        assert 12 % c.drafters == 0
+    c = train.resolve(train.Config(), t, 8, 2)
+    assert c.drafters % 2 == 0 and c.drafters < 8
+
+
+@pytest.mark.parametrize(
+    ("local", "listed", "sees"),
+    [
+        ("0", None, "0"),
+        ("3", None, "3"),
+        ("1", "4,7", "7"),
+        ("1", "4, 7", "7"),
+        ("0", "GPU-aa,GPU-bb", "GPU-aa"),
+        ("1", "GPU-aa,GPU-bb", "GPU-bb"),
+        ("2", "0,1", ""),  # more ranks than GPUs: none, found when the ranks agree on a device
+        ("0", "5", "5"),  # --virtual-local-rank: LOCAL_RANK 0 everywhere, one device
+        ("0", "", ""),
+        (None, "4,7", "4,7"),
+        (None, None, None),
+    ],
+)
+def test_every_rank_sees_one_gpu(local, listed, sees):
+    """The first lines of train.py, before torch is imported."""
+    head = (ROOT / "train.py").read_text().split("\nimport argparse")[0]
+    env = {"LOCAL_RANK": local, "CUDA_VISIBLE_DEVICES": listed}
+    code = f"{head}\nimport sys\nprint(os.environ.get('CUDA_VISIBLE_DEVICES'), 'torch' in sys.modules)"
+    env = {k: v for k, v in env.items() if v is not None}
+    done = subprocess.run(
+        [sys.executable, "-S", "-c", code], env=env, capture_output=True, text=True, check=True
+    )
+    assert done.stdout == f"{sees} False\n"
