@@ -89,7 +89,7 @@ class Config:
         0, "anchors at a time: memory follows this, the result does not (at most 2048)"
     )
     gamma: float = option(0.0, "decay of the loss weights within a block (7, 5, 4 for B = 16, 10, 8)")
-    lr: float = option(6e-4, "peak learning rate")
+    lr: float = option(0.0, "peak learning rate (6e-4)")
     warmup_ratio: float = option(0.04, "share of the steps with rising learning rate")
     clip: float = option(1.0, "largest gradient norm")
     steps: int = option(0, "optimizer steps (default: as many as --epochs takes)")

@@ -36,7 +36,7 @@ TEMPLATE = (
 RENDER = jinja2.Template(TEMPLATE)
 SCALE = {
     "cpu": {"chats": 40_000, "steps": 1200, "batch": 20},
-    "cuda": {"chats": 200_000, "steps": 6000, "batch": 128},
+    "cuda": {"chats": 200_000, "steps": 2500, "batch": 128},
 }
 AHEAD = 7  # extra tokens the throw-away heads predict: the drafter's block of 8 less its anchor
 
