@@ -21,7 +21,7 @@ def see_one_gpu() -> None:
     if local is None:
         return
     listed = os.environ.get("CUDA_VISIBLE_DEVICES")
-    devices = local if listed is None else ([*listed.split(","), *[""] * int(local)])[int(local)]
+    devices = local if listed is None else ([*listed.split(","), *[""] * int(local)])[int(local)].strip()
     os.environ["CUDA_VISIBLE_DEVICES"] = devices
 
 
@@ -155,8 +155,10 @@ def resolve(c: Config, t: TargetConfig, world_size: int, nodes: int) -> Config:
     c.anchors = c.anchors or max(1, c.token_budget // 4)
     c.anchor_chunk = min(c.anchor_chunk or 2048, c.anchors)
     c.anchors = -(-c.anchors // c.anchor_chunk) * c.anchor_chunk
+    c.lr = c.lr or (3e-3 if tiny else 6e-4)
     if tiny:
-        c.steps = c.steps or (0 if c.epochs else 500)
+        c.steps = c.steps or (0 if c.epochs else 250)
+        c.eval_every = c.eval_every or max(1, c.steps // 5)
         c.data, c.eval_data = c.data or [str(TINY / "train.jsonl")], c.eval_data or [str(TINY / "eval.jsonl")]
     c.epochs = c.epochs or 6
     positive = (
