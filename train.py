@@ -158,7 +158,7 @@ def resolve(c: Config, t: TargetConfig, world_size: int, nodes: int) -> Config:
     c.lr = c.lr or (3e-3 if tiny else 6e-4)
     if tiny:
         c.steps = c.steps or (0 if c.epochs else 250)
-        c.eval_every = c.eval_every or max(1, c.steps // 5)
+        c.eval_every = c.eval_every or c.steps // 5
         c.data, c.eval_data = c.data or [str(TINY / "train.jsonl")], c.eval_data or [str(TINY / "eval.jsonl")]
     c.epochs = c.epochs or 6
     positive = (
@@ -310,8 +310,8 @@ class Job:
             t, c.draft_layers, c.block_size, c.taps, self.facts["mask_token"]
         )
         self.total_steps = c.steps or c.epochs * steps_per_epoch(c, self.facts["batches"])
-        self.eval_every = c.eval_every or max(1, self.total_steps // 10)
-        self.save_every = c.save_every or max(1, self.total_steps // 4)
+        self.eval_every = c.eval_every or -(-self.total_steps // 10)
+        self.save_every = c.save_every or -(-self.total_steps // 4)
         self.first_step, self.last_step = 0, self.total_steps  # last_step shrinks when a stop is asked for
         width = len(self.drafter_config.ids) * t.hidden
         self.shapes = stream.Shapes(c.token_budget, c.anchors, c.max_batch_size, width, self.dtype)
