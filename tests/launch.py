@@ -92,11 +92,11 @@ class Launcher:
         out_err = [[(logs / f"{r}.{kind}").read_text() for r in range(ranks)] for kind in ("out", "err")]
         return Result(codes, *out_err, time.monotonic() - begun, Path(out) if out else logs)
 
-    def call(self, ranks: int, function: str, *, limit_s: float = LIMIT_S) -> Result:
+    def call(self, ranks: int, function: str, *, limit_s: float = LIMIT_S, **env: str) -> Result:
         """Call a test module's function (`module.name`) with the rank's number instead of train.py."""
         module, name = function.split(".")
         plant = f"import {module}; {module}.{name}(RANK); raise SystemExit(0)"
-        return self.run(ranks, None, plant=plant, limit_s=limit_s)
+        return self.run(ranks, None, plant=plant, limit_s=limit_s, **env)
 
     def close(self) -> None:
         self.server.stdin.close()
