@@ -306,6 +306,7 @@ class Job:
         ending.on_forced_end = lambda why: self.note_failure(f"ended by force: {why}")
         facts = world.gather(self.batches.facts if self.batches else None)
         self.facts = next(f for f in facts if f)
+        self.notes = [self.facts["note"]] if self.facts["note"] else []
         self.drafter_config = DrafterConfig.of(
             t, c.draft_layers, c.block_size, c.taps, self.facts["mask_token"]
         )
@@ -502,6 +503,7 @@ def run_drafter(job: Job, feed: Streamed | Colocated, pulse: "Pulse") -> None:
         dist.all_reduce(totals, group=world.draft_group)
         grad_norm, skipped = update(job, totals[1], job.lr(step))
         pulse.end_step(step, {"tokens": tokens}, torch.cat([totals, torch.stack([grad_norm, skipped])]))
+        compile_utils.check_frozen()
         if job.evaluates(step):
             pulse.evaluated(step, evaluate(job, feed))
         if job.saves(step) and job.folder:
@@ -725,7 +727,9 @@ class Pulse:
     def decide(self, step: int) -> None:
         """What the exchange of `lag` steps ago says: stop soon, or give up. The same on every rank."""
         job, seen = self.job, step - self.job.control.lag
+        begun = self.waits.begin()  # a side that is ahead waits here for the other one
         values = job.control.read(seen)
+        self.waits.end(begun)
         if values is None:
             return
         if any(values["stop"]):
@@ -851,8 +855,7 @@ def gate(job: Job) -> None:
         )
     except compile_utils.GateError as error:  # the rank that failed has shown its traceback
         raise UserError(f"{error}") from None
-    if job.device.type == "cuda":
-        compile_utils.freeze()
+    compile_utils.freeze()  # from here on a recompile is an error
 
 
 def warm_up(job: Job) -> typing.Callable[[], None]:
@@ -909,9 +912,13 @@ def start(job: Job) -> None:
     if job.place:
 
         def restore() -> dict:
-            if world.drafts:
-                return checkpoint.load(job.place, job.drafter, job.optimizer)
-            return checkpoint.read_state(job.place)
+            state = checkpoint.read_state(job.place)
+            if state["next_batch"] != state["step"] * c.batches_per_step:
+                saved = state["next_batch"] // max(1, state["step"])
+                raise ValueError(
+                    f"--batches-per-step {c.batches_per_step}: {job.place} was made with {saved}: leave it out"
+                )
+            return checkpoint.load(job.place, job.drafter, job.optimizer) if world.drafts else state
 
         job.first_step = world.together(restore, "resume")["step"]
     if folder:
@@ -938,8 +945,8 @@ def banner(job: Job) -> Iterator[str]:
         f"{job.total_steps} steps of {c.batches_per_step} batch(es) of {c.token_budget} tokens, {c.anchors} "
         f"anchors | evaluation every {job.eval_every}, checkpoint every {job.save_every}"
     )
-    if job.facts["note"]:
-        yield f"note: {job.facts['note']}"
+    for note in job.notes:
+        yield f"note: {note}"
 
 
 def train(job: Job) -> None:
@@ -991,9 +998,10 @@ def main() -> int:
     try:
         world.join(c.device, allow_cpu=not c.target)
         ending.watch(world)
-        world.together(lambda: compile_utils.use_cache(c.compile_cache or None), "--compile-cache")
+        cache = world.together(lambda: compile_utils.use_cache(c.compile_cache or None), "--compile-cache")
         run, place = choose_run(c, world)
         job = Job(c, t, world, ending, run, place)
+        job.notes += cache.warnings
         train(job)
         world.leave()
     except Exception as error:  # whatever it is, every rank must end with it
