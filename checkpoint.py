@@ -8,6 +8,7 @@ import fcntl
 import json
 import math
 import os
+import pickle
 import shutil
 import sys
 from pathlib import Path
@@ -20,6 +21,10 @@ from safetensors.torch import load_file, save_file
 from model import Drafter, DrafterConfig, Target, TargetConfig, load_embedding_and_head
 
 EXPORT_DTYPE = torch.bfloat16
+BROKEN = (  # what reading a damaged file raises, besides ValueError
+    OSError, SafetensorError, RuntimeError, ValueError, KeyError, TypeError, AttributeError, IndexError,
+    EOFError, pickle.UnpicklingError,
+)  # fmt: skip
 
 
 def write_whole(path: Path, text: str) -> None:
@@ -258,17 +263,27 @@ def load(place: Path, drafter: Drafter, optimizer: torch.optim.Optimizer) -> dic
         device = next(drafter.parameters()).device
         moments = torch.load(place / "optimizer.pt", map_location=device, weights_only=True)
         optimizer.load_state_dict(moments)
-    except (OSError, SafetensorError, RuntimeError, ValueError, KeyError, EOFError) as error:
-        reason = str(error).splitlines()[0]
-        raise ValueError(f"{place}: not a whole checkpoint ({reason}): resume from an older step") from None
+        for p, held in optimizer.state.items():
+            if held["exp_avg"].shape != p.shape or held["exp_avg_sq"].shape != p.shape:
+                raise ValueError(
+                    f"optimizer.pt has moments of {list(held['exp_avg'].shape)} for {list(p.shape)}"
+                )
+    except BROKEN as error:
+        reason = " ".join(str(error).split())[:200]
+        raise ValueError(
+            f"{place}: not a whole checkpoint of this drafter ({reason}): resume from an older step"
+        ) from None
     return state
 
 
 def read_state(place: Path) -> dict:
     try:
-        return json.loads((place / "state.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{place}/state.json: unreadable ({error}): resume from an older step") from None
+        state = json.loads((place / "state.json").read_text(encoding="utf-8"))
+        if not (state["step"] >= 0 and state["next_batch"] >= 0):
+            raise ValueError("no step to go on from")
+        return state
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{place}/state.json: unreadable ({error!r}): resume from an older step") from None
 
 
 # ---------------------------------------------------------------------------------------------------------
