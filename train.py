@@ -916,7 +916,7 @@ def start(job: Job) -> None:
             if state["next_batch"] != state["step"] * c.batches_per_step:
                 saved = state["next_batch"] // max(1, state["step"])
                 raise ValueError(
-                    f"--batches-per-step {c.batches_per_step}: {job.place} was made with {saved}: leave it out"
+                    f"--batches-per-step {c.batches_per_step}: {job.place} has {saved}: leave it out"
                 )
             return checkpoint.load(job.place, job.drafter, job.optimizer) if world.drafts else state
 

@@ -144,6 +144,14 @@ def test_resume_of_a_named_checkpoint_on_another_split(launcher, runs, tmp_path)
         if "weight" in name:
             torch.testing.assert_close(after[name], before[name], rtol=1e-4, atol=1e-5)
     assert json.loads((run / "config.json").read_text())["batches_per_step"] == 12
+    assert (run / "aside-step-000008").exists()  # the old future is kept, out of the way
+
+
+def test_a_resume_with_other_batches_a_step_is_refused(launcher, runs, tmp_path):
+    run = interrupted(runs("3+1"), tmp_path / "run")
+    ended = launcher.run(2, None, "--resume", run, "--batches-per-step", 6)
+    assert ended.codes == [2, 2] and "Traceback" not in ended.text
+    assert ended.text.count("train.py: --batches-per-step 6") == 1 and "has 12" in ended.text
 
 
 def test_a_torn_checkpoint_is_refused_in_one_line(launcher, runs, tmp_path):
@@ -478,7 +486,7 @@ BAD_FLAGS = {
     "--anchors -1": "--anchors",
     "--anchor-chunk -1": "--anchor-chunk",
     "--lr nan": "--lr",
-    "--lr 0": "--lr",
+    "--lr -1": "--lr",
     "--warmup-ratio 1": "--warmup-ratio",
     "--steps -1": "--steps",
     "--keep -1": "--keep",
