@@ -3,6 +3,7 @@
 Shape letters, as suffixes: T packed context tokens (the token budget), A anchors of a chunk, B block size,
 S = A*B block slots, K tapped layers, H hidden, N query heads, G key/value heads, D head size, V vocabulary.
 A packed row holds several documents one after another; `cu_seqlens` are their bounds in it.
+Decoding: P rows (prompts at a time), Q new tokens of a row, C capacity of a row's cache.
 """
 
 import dataclasses
@@ -10,7 +11,7 @@ import inspect
 import itertools
 import json
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -268,6 +269,63 @@ def packed_causal_attention(
     return out
 
 
+KeysValues = tuple[Tensor, Tensor]
+
+
+def new_cache(
+    layers: int,
+    rows: int,
+    capacity: int,
+    kv_heads: int,
+    head_dim: int,
+    device: torch.device,
+    dtype: torch.dtype,
+) -> list[KeysValues]:
+    """Each layer's zeroed cache: keys and values [P rows, C capacity, G, D], row j of C for position j."""
+    shape = (rows, capacity, kv_heads, head_dim)
+    return [
+        (torch.zeros(shape, device=device, dtype=dtype), torch.zeros(shape, device=device, dtype=dtype))
+        for _ in range(layers)
+    ]
+
+
+def cache_bias(
+    first_P: Tensor, new: int, seen: int, window: int, block: bool, copies: int, dtype: torch.dtype
+) -> Tensor:
+    """Who attends to whom in a cache: 0 or -inf, [P, 1, copies*new, seen], `copies` query heads a key head.
+
+    The `new` tokens of row p stand at first_P[p] and after it. `block` false: causal, in the last `window`
+    positions if there is a window (a target). True: a drafter's block, by the rule of `sees`. What a cache
+    holds after the newest token, left there by tokens that were not accepted, is never seen.
+    """
+    key = torch.arange(seen, device=first_P.device)
+    query = (first_P[:, None] + torch.arange(new, device=first_P.device))[..., None]
+    sees = key < first_P[:, None, None] + new if block and not window else key <= query
+    if window:
+        near = key > query - window
+        sees = sees & (near | (key >= first_P[:, None, None]) if block else near)
+    bias = torch.zeros((), device=key.device, dtype=dtype).where(sees, float("-inf"))
+    return bias.expand(-1, new, -1).repeat(1, copies, 1)[:, None]
+
+
+def attend_cached(
+    q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, at_PQ: Tensor, bias: Tensor
+) -> Tensor:
+    """Write k, v [P*Q, G, D] at positions at_PQ of the cache, then attend to it: q [P*Q, N, D] to [P*Q, N*D].
+
+    The query heads of a group become queries of their one key head, so that nothing is copied.
+    """
+    rows, new = at_PQ.shape
+    row = torch.arange(rows, device=at_PQ.device)[:, None]
+    keys[row, at_PQ] = k.unflatten(0, (rows, new))
+    values[row, at_PQ] = v.unflatten(0, (rows, new))
+    seen, groups = bias.shape[-1], keys.shape[2]
+    q = q.view(rows, new, groups, -1, q.shape[-1]).permute(0, 2, 3, 1, 4)
+    k, v = keys[:, :seen].transpose(1, 2), values[:, :seen].transpose(1, 2)
+    out = F.scaled_dot_product_attention(q.flatten(2, 3), k, v, attn_mask=bias)
+    return out.unflatten(2, (-1, new)).permute(0, 3, 1, 2, 4).reshape(rows * new, -1)
+
+
 class TargetLayer(nn.Module):
     """Pre-norm decoder layer; q, k, v and gate, up are fused, since frozen weights allow larger products."""
 
@@ -300,6 +358,13 @@ class TargetLayer(nn.Module):
         q, k, v = self.qkv(x, cos, sin)
         out = packed_causal_attention(q, k, v.contiguous(), cu_seqlens, longest, self.window)
         return self.mlp(x + self.o_proj(out.flatten(1)))
+
+    def extend(
+        self, x: Tensor, cos: Tensor, sin: Tensor, keys: Tensor, values: Tensor, at_PQ: Tensor, bias: Tensor
+    ) -> Tensor:
+        """`forward` for Q new tokens of each of P rows [P*Q, H], whose earlier tokens are in the cache."""
+        out = attend_cached(*self.qkv(x, cos, sin), keys, values, at_PQ, bias)
+        return self.mlp(x + self.o_proj(out))
 
 
 class Target(nn.Module):
@@ -395,6 +460,33 @@ class Target(nn.Module):
         """Next-token logits [T, V] of packed documents."""
         *_, last = self.hidden_states(tokens_T, positions_T, cu_seqlens, longest)
         return F.linear(self.norm(last), self.head_VH)
+
+    def extend(
+        self,
+        tokens_PQ: Tensor,
+        first_P: Tensor,
+        caches: list[KeysValues],
+        seen: int,
+        ids: Sequence[int] = (),
+        run_layer: Callable = TargetLayer.extend,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Q new tokens of P rows, at positions first_P and after, over the caches' first `seen` rows.
+
+        Returns the last layer's output [P*Q, H] and, where layers are tapped, the features [P*Q, K*H].
+        """
+        c, new = self.c, tokens_PQ.shape[1]
+        at_PQ = first_P[:, None] + torch.arange(new, device=first_P.device)
+        cos, sin = rope_angles(at_PQ.flatten(), self.freq.to(first_P.device))
+        bias = {
+            w: cache_bias(first_P, new, seen, w, False, c.heads // c.kv_heads, self.dtype)
+            for w in set(c.windows)
+        }
+        x, tapped = self.embed(tokens_PQ.flatten()), {}
+        for i, (layer, cache) in enumerate(zip(self.layers, caches, strict=True)):
+            x = run_layer(layer, x, cos, sin, *cache, at_PQ, bias[c.windows[i]])
+            if i in ids:
+                tapped[i] = x
+        return x, torch.cat([tapped[i] for i in ids], -1) if ids else None
 
 
 def _expected_names(c: TargetConfig) -> set[str]:
@@ -738,8 +830,23 @@ class DrafterLayer(nn.Module):
         q = rotate(self.q_norm(self.split_heads(linear(h, self.q_proj))), cos, sin)
         k, v = self.keys_values(h, cos, sin)
         x_SH = x_SH + linear(attend(q, torch.cat([ctx_k, k]), torch.cat([ctx_v, v]), mask), self.o_proj)
+        return self.mlp(x_SH)
+
+    def mlp(self, x_SH: Tensor) -> Tensor:
         h = self.post_attention_layernorm(x_SH)
         return x_SH + linear(F.silu(linear(h, self.gate_proj)) * linear(h, self.up_proj), self.down_proj)
+
+    def extend(
+        self, x: Tensor, cos: Tensor, sin: Tensor, keys: Tensor, values: Tensor, at_PB: Tensor, bias: Tensor
+    ) -> Tensor:
+        """`forward` for one block of each of P rows [P*B, H], with the context before it in the cache.
+
+        The block's own keys and values go into the cache behind the context, which will overwrite them.
+        """
+        h = self.input_layernorm(x)
+        q = rotate(self.q_norm(self.split_heads(linear(h, self.q_proj))), cos, sin)
+        out = attend_cached(q, *self.keys_values(h, cos, sin), keys, values, at_PB, bias)
+        return self.mlp(x + linear(out, self.o_proj))
 
 
 ContextKV = list[tuple[Tensor, Tensor]]
@@ -805,6 +912,39 @@ class Drafter(nn.Module):
         for layer, (k, v), window in zip(self.layers, kv, self.c.windows, strict=True):
             x = self.run_layer(layer, x, k, v, cos, sin, masks[window])
         return self.norm(x)
+
+    def extend_context(self, features_PQKH: Tensor, first_P: Tensor, caches: list[KeysValues]) -> None:
+        """Cache the context keys and values of Q tokens of each of P rows, from position first_P on."""
+        rows, new = features_PQKH.shape[:2]
+        at_PQ = first_P[:, None] + torch.arange(new, device=first_P.device)
+        row = torch.arange(rows, device=first_P.device)[:, None]
+        kv = self.context_keys_values(features_PQKH.flatten(0, 1), at_PQ.flatten())
+        for (keys, values), (k, v) in zip(caches, kv, strict=True):
+            keys[row, at_PQ] = k.unflatten(0, (rows, new))
+            values[row, at_PQ] = v.unflatten(0, (rows, new))
+
+    def extend(
+        self,
+        tokens_P: Tensor,
+        first_P: Tensor,
+        caches: list[KeysValues],
+        seen: int,
+        run_layer: Callable = DrafterLayer.extend,
+    ) -> Tensor:
+        """Final normed states [P, B, H] of one block a row: anchor token tokens_P at position first_P."""
+        c, rows = self.c, len(tokens_P)
+        at_PB = first_P[:, None] + torch.arange(c.block_size, device=first_P.device)
+        ids_PB = torch.full_like(at_PB, c.mask_token)
+        ids_PB[:, 0] = tokens_P
+        x = F.embedding(ids_PB.flatten(), self.embedding)
+        cos, sin = rope_angles(at_PB.flatten(), self.freq.to(x.device))
+        bias = {
+            w: cache_bias(first_P, c.block_size, seen, w, True, c.heads // c.kv_heads, x.dtype)
+            for w in set(c.windows)
+        }
+        for layer, cache, window in zip(self.layers, caches, c.windows, strict=True):
+            x = run_layer(layer, x, cos, sin, *cache, at_PB, bias[window])
+        return self.norm(x).unflatten(0, (rows, c.block_size))
 
     def forward(self, kv: ContextKV, blocks: Blocks) -> tuple[Tensor, Tensor]:
         """Plain weighted loss sum (fp32 scalar) and the predicted tokens [A, B-1] of a chunk."""
