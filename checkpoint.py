@@ -11,14 +11,25 @@ import os
 import pickle
 import shutil
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
+from torch import Tensor
 
-from model import Drafter, DrafterConfig, Target, TargetConfig, load_embedding_and_head
+from model import (
+    Drafter,
+    DrafterConfig,
+    Target,
+    TargetConfig,
+    load_embedding_and_head,
+    parse_rope,
+    tap_layers,
+    weight_files,
+)
 
 EXPORT_DTYPE = torch.bfloat16
 BROKEN = (  # what reading a damaged file raises, besides ValueError
@@ -347,53 +358,106 @@ def export(drafter: Drafter, folder: Path) -> None:
     assert all(torch.equal(back[name], w) for name, w in weights.items())
 
 
+def parse_export(c: dict, t: TargetConfig, fc_width: int) -> DrafterConfig:
+    """The config of an export, ours or one published in another form; ValueError says what does not fit.
+
+    `block_size`, `mask_token_id`, `target_layer_ids` and `sliding_window` may stand at top level or in
+    `dflash_config`. Without `target_layer_ids` as many layers are tapped as fc, `fc_width` wide, takes in.
+    """
+    extra, hidden, layers = c.get("dflash_config") or {}, c["hidden_size"], c["num_hidden_layers"]
+    named = {name: extra.get(name, c.get(name)) for name in ("block_size", "mask_token_id")}
+    for name, value in named.items():
+        if type(value) is not int or value < 0:
+            raise ValueError(f"{name} is {value!r}, not a number")
+    ids = extra.get("target_layer_ids", c.get("target_layer_ids"))
+    ids = tap_layers(t.layers, fc_width // hidden) if ids is None else ids
+    if len(ids) * hidden != fc_width or not all(type(i) is int and 0 <= i < t.layers for i in ids):
+        raise ValueError(f"fc.weight takes {fc_width} features, tapped layers {ids} of {hidden} do not fit")
+    window = extra.get("sliding_window", c.get("sliding_window")) or 0
+    kinds = c.get("layer_types")
+    if kinds is None:
+        first = c.get("max_window_layers", 28) if c.get("use_sliding_window") else layers
+        kinds = ["sliding_attention" if i >= first else "full_attention" for i in range(layers)]
+    odd = set(kinds) - {"full_attention", "sliding_attention"}
+    if odd or len(kinds) != layers or ("sliding_attention" in kinds and not window):
+        raise ValueError(f"layer_types {kinds} with window {window} do not fit {layers} layers")
+    theta, scaling = parse_rope(c)
+    return DrafterConfig(
+        hidden=hidden,
+        heads=c["num_attention_heads"],
+        kv_heads=c.get("num_key_value_heads") or c["num_attention_heads"],
+        head_dim=c.get("head_dim") or hidden // c["num_attention_heads"],
+        intermediate=c["intermediate_size"],
+        vocab=c.get("vocab_size", t.vocab),
+        eps=c.get("rms_norm_eps", 1e-6),
+        rope_theta=theta,
+        rope_scaling=scaling,
+        layers=layers,
+        block_size=named["block_size"],
+        ids=tuple(ids),
+        target_layers=c.get("num_target_layers", t.layers),
+        mask_token=named["mask_token_id"],
+        max_position=c.get("max_position_embeddings", t.max_position),
+        windows=tuple(window if kind == "sliding_attention" else 0 for kind in kinds),
+    )
+
+
 def load_export(
     folder: Path, target: str | Path, device: torch.device | str = "cpu", dtype=torch.float32
 ) -> Drafter:
-    """A drafter from an export, with the embedding and head of its target; strict about every name and
-    shape.
+    """A drafter from an export, ours or published, with the embedding and head of its target; strict about
+    every name and shape.
     """
-    path = Path(folder) / "config.json"
+    t = TargetConfig.from_folder(target)
     try:
-        c = json.loads(path.read_text(encoding="utf-8"))
-        extra = c["dflash_config"]
-        config = DrafterConfig(
-            hidden=c["hidden_size"],
-            heads=c["num_attention_heads"],
-            kv_heads=c["num_key_value_heads"],
-            head_dim=c["head_dim"],
-            intermediate=c["intermediate_size"],
-            vocab=c["vocab_size"],
-            eps=c["rms_norm_eps"],
-            rope_theta=c["rope_theta"],
-            rope_scaling=c["rope_scaling"],
-            layers=c["num_hidden_layers"],
-            block_size=c["block_size"],
-            ids=tuple(extra["target_layer_ids"]),
-            target_layers=c["num_target_layers"],
-            mask_token=extra["mask_token_id"],
-            max_position=c["max_position_embeddings"],
-            windows=tuple(c["sliding_window"] if k == "sliding_attention" else 0 for k in c["layer_types"]),
-        )
-        weights = load_file(Path(folder) / "model.safetensors")
-    except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
+        c = json.loads((Path(folder) / "config.json").read_text(encoding="utf-8"))
+        weights = {}
+        for path in weight_files(folder):
+            weights |= load_file(path)
+        config = parse_export(c, t, weights["fc.weight"].shape[1])
+    except (*BROKEN, ZeroDivisionError) as error:
         raise ValueError(
             f"{folder}: not a drafter export ({error!r}): give the export folder of a checkpoint"
         ) from None
-    t = TargetConfig.from_folder(target)
     if (t.hidden, t.vocab, t.layers) != (config.hidden, config.vocab, config.target_layers):
         raise ValueError(
-            f"{folder}: trained for another target than {target}: give the target it was trained with"
+            f"{folder}: an export for another target than {target}: give the target it was trained with"
         )
+    return _fill(folder, config, weights, export_name, target, device, dtype)
+
+
+def load_drafter(
+    place: Path, target: str | Path, device: torch.device | str = "cpu", dtype=torch.float32
+) -> Drafter:
+    """The drafter of a checkpoint, its weights in full precision; ValueError if it does not fit."""
+    t = TargetConfig.from_folder(target)
+    try:
+        fields = read_state(place)["drafter"]
+        fields = {name: tuple(v) if isinstance(v, list) else v for name, v in fields.items()}
+        config, weights = DrafterConfig(**fields), load_file(place / "model.safetensors")
+    except BROKEN as error:
+        raise ValueError(f"{place}: not a whole checkpoint ({error!r}): give another one") from None
+    if (t.hidden, t.vocab, t.layers) != (config.hidden, config.vocab, config.target_layers):
+        raise ValueError(f"{place}: trained for another target than {target}: give --target")
+    return _fill(place, config, weights, str, target, device, dtype)
+
+
+def _fill(
+    place: Path, config: DrafterConfig, weights: dict[str, Tensor], name_of: Callable, target, device, dtype
+) -> Drafter:
+    """A drafter with these weights, in which our parameter `name` is called name_of(name)."""
     drafter = Drafter(config, *load_embedding_and_head(target, device, dtype))
-    named = {export_name(name): p for name, p in drafter.named_parameters()}
+    named = {name_of(name): p for name, p in drafter.named_parameters()}
     if weights.keys() != named.keys():
         odd = min(weights.keys() ^ named.keys())
-        raise ValueError(f"{folder}: weight {odd} is missing or unknown: export the checkpoint again")
+        raise ValueError(f"{place}: weight {odd} is missing or unknown: export the checkpoint again")
     with torch.no_grad():
         for name, p in named.items():
             if p.shape != weights[name].shape:
-                raise ValueError(f"{folder}: {name} is {list(weights[name].shape)}, expected {list(p.shape)}")
+                raise ValueError(
+                    f"{place}: {name} is {list(weights[name].shape)}, expected {list(p.shape)}: export the "
+                    "checkpoint again"
+                )
             p.copy_(weights[name])
     return drafter.to(device)
 

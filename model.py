@@ -152,7 +152,7 @@ class TargetConfig:
 def _parse_target(c: dict, family: str) -> TargetConfig:
     if c.get("hidden_act", "silu") != "silu":
         raise ValueError(f"hidden_act {c['hidden_act']} is not supported: use a model with silu")
-    theta, scaling = _parse_rope(c)
+    theta, scaling = parse_rope(c)
     sizes = {
         k: c[k] for k in ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size")
     }
@@ -207,7 +207,7 @@ ROPE_FIELDS = {
 }
 
 
-def _parse_rope(c: dict) -> tuple[float, dict | None]:
+def parse_rope(c: dict) -> tuple[float, dict | None]:
     """(theta, scaling or None) from `rope_parameters`, or from the older `rope_theta` and `rope_scaling`."""
     rope = dict(c.get("rope_parameters") or c.get("rope_scaling") or {})
     theta = rope.pop("rope_theta", None) or c.get("rope_theta", 10000.0)

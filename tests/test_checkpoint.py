@@ -347,7 +347,7 @@ def test_an_export_that_does_not_fit_is_refused(tmp_path, what):
     elif what == "shape":
         weights["norm.weight"] = torch.ones(64, dtype=torch.bfloat16)
     elif what == "field":
-        del config["dflash_config"]["target_layer_ids"]
+        del config["dflash_config"]["mask_token_id"]
     elif what == "other target":
         target = shutil.copytree(TINY, tmp_path / "target", ignore=shutil.ignore_patterns("*.jsonl", "*.py"))
         other = json.loads((TINY / "config.json").read_text()) | {"num_hidden_layers": 5}
