@@ -124,6 +124,37 @@ class TargetConfig:
         heads = (2 * self.heads + 2 * self.kv_heads) * self.head_dim
         return 2.0 * tokens * layers * self.hidden * (heads + 3 * self.intermediate)
 
+    def parameters(self, layers: int, head: bool = False) -> int:
+        """Of the embedding and the first `layers` layers; `head` adds the final norm and an untied head."""
+        q, kv, h, i = (
+            self.heads * self.head_dim,
+            self.kv_heads * self.head_dim,
+            self.hidden,
+            self.intermediate,
+        )
+        layer = h * (2 * q + 2 * kv) + 3 * h * i + 2 * h + 2 * self.head_dim * self.qk_norm
+        layer += self.qkv_bias * (q + 2 * kv) + self.out_bias * h + self.mlp_bias * (2 * i + h)
+        ends = self.vocab * h + head * (h + (not self.tied) * self.vocab * h)
+        return ends + layers * layer
+
+    def features_bytes(self, tokens: int, size: int = 2) -> int:
+        """Peak of `Target.features` besides weights and features, with elements of `size` bytes: one layer,
+        run eagerly, at the largest of its moments.
+
+        Counts what Python still names: the layer's input, q, k, the fused q-k-v that v is a view of.
+        """
+        q, kv, h = self.heads * self.head_dim, self.kv_heads * self.head_dim, self.hidden
+        wide = 4 if size < 4 else 0  # .float() of an fp32 tensor is no copy
+        fused, rotated = size * (q + 2 * kv), size * (q + kv)
+        normed = size * (q + kv) if self.qk_norm else 0
+        moments = {
+            "norm": size * 2 * h + wide * h + 8 * h,
+            "rope of q": size * h + fused + normed + wide * q + 16 * q,
+            "attention": size * (h + kv + 2 * q) + fused + rotated,
+            "mlp": size * 2 * h + fused + rotated + size * (q + 4 * self.intermediate),
+        }
+        return tokens * (max(moments.values()) + 8 * self.head_dim)
+
     @staticmethod
     def from_folder(folder: str | Path) -> "TargetConfig":
         """Read `config.json`; ValueError names what is missing or not supported, and what is."""
@@ -790,6 +821,58 @@ class DrafterConfig:
         attention = slots * (context + self.block_size) * self.heads * self.head_dim * 2 * self.layers
         return 2.0 * (3 * (of_slots + of_context) + 2 * head + 3.5 * attention)
 
+    def context_bytes(self, tokens: int, size: int = 2) -> int:
+        """What autograd keeps of the context, from the features to each layer's keys and values."""
+        kv = self.kv_heads * self.head_dim
+        copies = 2 * kv * self.hidden * size if size < 4 else 0  # of k_proj and v_proj, in the compute dtype
+        of_layer = tokens * kv * (8 + 2 * size) + copies  # k_norm keeps two fp32 tensors
+        return tokens * (self.hidden * (8 + size) + 8 * self.head_dim) + self.layers * of_layer
+
+    def context_gradient_bytes(self, tokens: int, size: int = 2) -> int:
+        """One gradient for each layer's context keys and values."""
+        return self.layers * tokens * 2 * self.kv_heads * self.head_dim * size
+
+    def layer_bytes(self, slots: int, tokens: int, size: int = 2) -> int:
+        """What one compiled layer keeps for its backward: inputs of products and of attention, what RMSNorm
+        and SwiGLU start from, and the weights in the compute dtype.
+        """
+        q, kv = self.heads * self.head_dim, self.kv_heads * self.head_dim
+        of_slot = size * (4 * self.hidden + 3 * q + kv + 3 * self.intermediate)
+        of_slot += 4 * (2 + 2 * self.heads + self.kv_heads)  # 1/rms of four norms and attention's logsumexp
+        copies = self.layer_parameters() * size if size < 4 else 0
+        return slots * of_slot + 2 * size * (tokens + slots) * kv + copies
+
+    def chunk_moments(self, anchors: int, tokens: int, size: int = 2) -> dict[str, tuple[int, int]]:
+        """Bytes (of the layers, of the loss) of one chunk of anchors at the moments that can be its peak, its
+        context not counted.
+        """
+        slots, drafted = anchors * self.block_size, anchors * (self.block_size - 1)
+        h, i, kv = self.hidden, self.intermediate, self.kv_heads * self.head_dim
+        kept = self.layers * self.layer_bytes(slots, tokens, size) + slots * (size * h + 8 * self.head_dim)
+        kept += 40 * slots  # ids, positions, labels, weights
+        rows, held = ChunkedCrossEntropy.rows(drafted, self.vocab)
+        logits = size * rows * self.vocab * held
+        of_layer = 2 * size * i * slots + (4 + size) * h * i
+        weights = 4 * self.layer_parameters() + 2 * size * tokens * kv
+        after = weights - self.layer_bytes(slots, tokens, size)  # a layer's gradients leave together
+        return {
+            "loss": (kept + 8 * slots * h, 2 * size * drafted * h + logits),
+            "backward of the last norm": (kept + slots * h * (20 + 2 * size), 0),
+            "backward of a layer": (kept + size * slots * h + max(of_layer, after), 0),
+        }
+
+    def context_moments(self, tokens: int, chunks: int, size: int = 2) -> dict[str, int]:
+        """Bytes of the context's own backward, after the last chunk's; chunks before it left a gradient."""
+        h, kv = self.hidden, self.kv_heads * self.head_dim
+        gradient = self.context_gradient_bytes(tokens, size) * (2 if chunks > 1 else 1)
+        left = gradient + self.layers * tokens * 2 * kv * size + 8 * tokens * self.head_dim
+        return {
+            "backward of keys": self.context_bytes(tokens, size)
+            + gradient
+            + tokens * (12 * kv + 2 * size * h),
+            "backward of the context": left + tokens * h * (20 + 2 * size),
+        }
+
     @staticmethod
     def of(t: TargetConfig, layers: int, block_size: int, taps: int, mask_token: int) -> "DrafterConfig":
         same = {f.name: getattr(t, f.name) for f in dataclasses.fields(DrafterConfig) if hasattr(t, f.name)}
@@ -981,10 +1064,16 @@ class ChunkedCrossEntropy(torch.autograd.Function):
     ELEMENTS = 1 << 28  # logits at a time: 0.5 GiB in bf16
 
     @staticmethod
+    def rows(total: int, vocab: int) -> tuple[int, int]:
+        """(rows of logits at a time, how many such tensors live together: logits, their gradient and, where
+        there are several parts, the gradient of the part before).
+        """
+        parts = -(-total // max(1, ChunkedCrossEntropy.ELEMENTS // vocab))
+        return -(-total // parts), 2 if parts == 1 else 3
+
+    @staticmethod
     def forward(ctx, h, head, labels, weights, run_rows):
-        rows = max(1, ChunkedCrossEntropy.ELEMENTS // head.shape[0])
-        parts = -(-len(h) // rows)
-        rows = -(-len(h) // parts)
+        rows, _ = ChunkedCrossEntropy.rows(len(h), head.shape[0])
         grad = torch.empty_like(h) if ctx.needs_input_grad[0] else None
         loss, predicted = h.new_zeros((), dtype=torch.float32), []
         for lo in range(0, len(h), rows):
