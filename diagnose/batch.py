@@ -110,6 +110,11 @@ class Document:
     def share(self) -> str:
         return f"{100 * len(self.anchors) / self.valid:.1f}%" if self.valid else "-"
 
+    def line_in(self, length: int) -> str:
+        """file:line, the file's name shortened, never the number."""
+        name, _, number = self.line.rpartition(":")
+        return f"{data.short(name, max(2, length - 1 - len(number)))}:{number}" if name else "-"
+
     def __str__(self) -> str:
         return f"document {self.number}" + (f" ({self.line})" if self.line else "")
 
@@ -289,7 +294,8 @@ def turns_of(view: View, d: Document) -> list[Turn] | None:
 
 def turns_of_messages(view: View, d: Document) -> list[Turn]:
     """Each answer of the record looked up in the rendered text, in order, after its header."""
-    turns, at, text = [], 0, d.rendered
+    turns, at = [], 0
+    text = d.rendered if d.cut else d.text
     for message in d.messages:
         content = message["content"]
         if message["role"] != "assistant":
@@ -297,25 +303,36 @@ def turns_of_messages(view: View, d: Document) -> list[Turn]:
             at = found + len(content.strip()) if found >= 0 else at
             continue
         head = max(at, text.find(view.header, at)) + len(view.header) if view.header else at
-        said, start = content.strip(), text.find(content.strip(), head)
-        asked = start
-        if start < 0 and "</think>" in content:  # the template rewrites or drops the thinking
-            thought, _, said = content.rpartition("</think>")
-            said, thought = said.strip(), thought.replace("<think>", "").strip()
-            asked = text.find(said, head)
-            start = head
-            if thought not in text[head:asked]:
-                asked = asked + len(said)  # not what the model said: may be left out
-        if start < 0:
+        answer = find_answer(text, content, head)
+        if answer is None:
             continue
-        end = (text.find(said, head) if start == head else start) + len(said)
+        start, asked, end, whole = answer
         after = end + len(text[end:]) - len(text[end:].lstrip())
         ends = bool(view.end_of_turn) and text.startswith(view.end_of_turn, after)
-        turns.append(Turn(start, end, after + len(view.end_of_turn) if ends else end, asked, ends))
+        stop = after + len(view.end_of_turn) if ends else after
+        turns.append(Turn(start, end, stop, asked, ends and whole))
         at = end
     if turns and d.record.get("finished", True) is False:
         turns[-1].finished = False  # cut off: its end of turn is not the model's
     return turns
+
+
+def find_answer(text: str, content: str, head: int) -> tuple[int, int, int, bool] | None:
+    """(start, from where on supervised, end, is it all that was said) of an answer after its header."""
+    for said in (content.rstrip(), content.strip()):
+        start = text.find(said, head)
+        if start >= 0:
+            end = start + len(said)
+            return start, end - len(said.lstrip()), end, True
+    if "</think>" not in content:
+        return None
+    thought, _, said = content.rpartition("</think>")  # the template rewrites or drops the thinking
+    said, thought = said.strip(), thought.replace("<think>", "").strip()
+    start = text.find(said, head)
+    if start < 0:
+        return None
+    end, whole = start + len(said), thought in text[head:start]
+    return head, start if whole else end, end, whole  # without its thought it is not what the model said
 
 
 def core(d: Document, i: int) -> tuple[int, int]:
@@ -517,7 +534,7 @@ def check_fill(view: View) -> Finding:
         return ok(told)
     if "binds" in plan.note:
         mean = view.run.batches.corpus.lengths.mean()
-        more = ["--max-batch-size", str(int(1.03 * c.token_budget / mean) + 1)]
+        more = ["--max-batch-size", str(int(1.25 * c.token_budget / mean) + 1)]
     else:
         longest = int(view.run.batches.corpus.lengths.max())
         more = ["--token-budget", str(-(-longest // model.TILE) * model.TILE)]
@@ -633,11 +650,10 @@ def show(report: Report, view: View, documents: int, colour: bool) -> None:
         report.say(f"… and {len(view.documents) - len(shown)} more documents (--documents 0 shows all)")
     legend = "supervised in green, anchors underlined" if colour else "⟦supervised⟧, ▸anchor"
     report.say(f"legend: {legend}, ↵ line break, … left out")
-    rows = [
-        [d.number, data.short(d.source, 14), data.short(d.line, 26), len(d.ids), sum(d.supervised)]
-        + [d.valid, len(d.anchors), d.share]
-        for d in view.documents
-    ]
+    rows = []
+    for d in view.documents:
+        where = (d.number, data.short(d.source, 14), d.line_in(26))
+        rows.append((*where, len(d.ids), sum(d.supervised), d.valid, len(d.anchors), d.share))
     headers = ("document", "source", "line", "tokens", "supervised", "valid", "anchors", "coverage")
     report.table(rows, headers)
     report.say(summary(view))
@@ -645,7 +661,7 @@ def show(report: Report, view: View, documents: int, colour: bool) -> None:
 
 def heading(d: Document) -> str:
     last = len(d.ids) - 1
-    told = f"document {d.number}, {data.short(d.source, 16)}, {data.short(d.line, 30)}: positions 0 to {last}"
+    told = f"document {d.number}, {data.short(d.source, 16)}, {d.line_in(30)}: positions 0 to {last}"
     told += f", packed {d.start} to {d.start + last}" + (", cut" if d.cut else "")
     return told[:WIDTH]
 
@@ -679,7 +695,7 @@ def draw(view: View, path: str) -> None:
             at += length
         axis.vlines([a + 0.5 for a in d.anchors], d.number - 0.4, d.number, color="black", lw=0.7)
         axis.annotate(d.share, (at, d.number), (4, 0), textcoords="offset points", va="center", fontsize=8)
-    names = [f"{d.number}  {data.short(d.source, 16)}  {data.short(d.line, 22)}" for d in view.documents]
+    names = [f"{d.number}  {data.short(d.source, 16)}  {d.line_in(28)}" for d in view.documents]
     axis.set_yticks(range(len(names)), names, fontsize=8)
     axis.set(
         ylim=(rows - 0.4, -0.6), xlabel="position in the document (tokens); right: share of valid positions"

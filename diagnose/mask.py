@@ -8,7 +8,8 @@ Draws the block mask of a small batch and proves model.py's masks (dense_mask, a
 to an oracle written with loops from the rule (arXiv 2602.06036): a slot sees the context of its own document
 strictly before its anchor and all slots of its own block; with a window of W tokens only the context from
 position anchor+slot-(W-1) on, and the block causally. On a GPU compiled flex_attention is compared with
-dense fp32 attention too, gradients included. With a run's own data --token-budget is 512 unless given.
+dense fp32 attention too, gradients included. For a run's batch --token-budget is 768 and --anchors 64 unless
+given.
 
 Shape letters: T packed context tokens, A anchors, B block size, S = A*B block slots.
 """
@@ -135,7 +136,7 @@ def real_case(flags: list[str]) -> Case:
     """The first batch of the run that these train.py flags would start, with a small token budget."""
     from diagnose.batch import Run
 
-    run = Run.from_flags(flags, token_budget=512)
+    run = Run.from_flags(flags, token_budget=768, anchors=64)
     batch = run.batches.train(0)
     lists = (batch.doc_T.tolist(), batch.positions_T.tolist(), batch.anchors_A.tolist())
     return Case(f"first batch of {run.c.folder.name}", *lists, run.c.block_size)
