@@ -20,6 +20,7 @@ import dataclasses
 import json
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -31,7 +32,7 @@ import checkpoint
 import compile_utils
 import data
 import model
-from model import Drafter, DrafterLayer, Target, TargetLayer
+from model import Drafter, DrafterLayer, RMSNorm, Target, TargetLayer
 
 TINY = Path(__file__).parent / "assets" / "tiny"
 CHUNK = 128  # prompt tokens of one prefill graph
@@ -140,6 +141,10 @@ def choose(logits: Tensor, temperature: float, noise: Tensor | None) -> tuple[Te
     return (probability / noise).argmax(-1), probability
 
 
+def head_logits(x: Tensor, norm: RMSNorm, head_VH: Tensor) -> Tensor:
+    return F.linear(norm(x), head_VH)
+
+
 def accept_greedy(drafted_PD: Tensor, logits_PBV: Tensor) -> tuple[Tensor, Tensor]:
     """(the target's own tokens [P, B], how many of them follow from accepted drafts, 1 to B)."""
     new_PB = logits_PBV.argmax(-1)
@@ -191,6 +196,19 @@ def advance(
     jumps_PQ.scatter_add_(1, (count_P[:, None] - 1).clamp(min=0), (~done_P).long()[:, None])
     length_P.add_(count_P)
     done_P.logical_or_(stop_PQ.any(1) | (length_P >= limit_P))
+
+
+COMPILED = (
+    TargetLayer.extend,
+    DrafterLayer.extend,
+    Drafter.extend_context,
+    model.cache_inputs,
+    head_logits,
+    choose,
+    accept_greedy,
+    accept_sampled,
+    advance,
+)
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -259,8 +277,9 @@ class Engine:
             self.q_PDV = torch.zeros(drafted, device=self.device)
         self.graphs: dict[tuple, torch.cuda.CUDAGraph] = {}
         self.chunked = False
-        self.run_target, self.run_drafter = TargetLayer.extend, DrafterLayer.extend
-        self.run_context, self.run_advance = Drafter.extend_context, advance
+        self.fast: dict[Callable, Callable] = {part: part for part in COMPILED}
+        for m in (target, drafter) if drafter else (target,):
+            m.freq = m.freq.to(self.device)  # no pass may copy from the host
         self.clear()
 
     def integers(self, *shape: int) -> Tensor:
@@ -274,8 +293,12 @@ class Engine:
 
     # The passes. Each reads and writes static buffers only, so that it can be captured as a CUDA graph.
 
+    def extend_target(self, tokens_PQ: Tensor, first_P: Tensor, caches: list, ids: tuple[int, ...]):
+        run = (self.fast[model.cache_inputs], self.fast[TargetLayer.extend])
+        return self.target.extend(tokens_PQ, first_P, caches, self.seen, ids, *run)
+
     def logits(self, x: Tensor) -> Tensor:
-        return F.linear(self.target.norm(x), self.target.head_VH)
+        return self.fast[head_logits](x, self.target.norm, self.target.head_VH)
 
     def last_tokens(self) -> tuple[Tensor, Tensor]:
         """Each row's last token and its position."""
@@ -285,9 +308,12 @@ class Engine:
     def draft(self) -> None:
         """One block a row in one drafter pass."""
         token_P, first_P = self.last_tokens()
-        h_PBH = self.drafter.extend(token_P, first_P, self.context, self.seen, self.run_drafter)
-        logits_PDV = F.linear(h_PBH[:, 1:], self.drafter.head)
-        tokens_PD, q_PDV = choose(logits_PDV, self.temperature, self.draft_noise_PDV)
+        run = (self.fast[model.cache_inputs], self.fast[DrafterLayer.extend])
+        x_PBH = self.drafter.extend(token_P, first_P, self.context, self.seen, *run)
+        x = x_PBH[:, 1:].flatten(0, 1)
+        logits = self.fast[head_logits](x, self.drafter.norm, self.drafter.head)
+        logits_PDV = logits.unflatten(0, self.drafted_PD.shape)
+        tokens_PD, q_PDV = self.fast[choose](logits_PDV, self.temperature, self.draft_noise_PDV)
         self.drafted_PD.copy_(tokens_PD)
         if q_PDV is not None:
             self.q_PDV.copy_(q_PDV)
@@ -296,39 +322,41 @@ class Engine:
         """The target over the block: its tokens, its features for the drafter's context, what is accepted."""
         token_P, first_P = self.last_tokens()
         block_PB = torch.cat([token_P[:, None], self.drafted_PD], 1)
-        x, features = self.target.extend(block_PB, first_P, self.cache, self.seen, self.ids, self.run_target)
-        self.run_context(self.drafter, features.unflatten(0, block_PB.shape), first_P, self.context)
+        x, features = self.extend_target(block_PB, first_P, self.cache, self.ids)
+        features_PBKH = features.unflatten(0, block_PB.shape)
+        self.fast[Drafter.extend_context](self.drafter, features_PBKH, first_P, self.context)
         logits_PBV = self.logits(x).unflatten(0, block_PB.shape)
         if self.temperature:
             p_PBV = torch.softmax(logits_PBV.float() / self.temperature, -1)
-            new_PB, count_P = accept_sampled(
+            new_PB, count_P = self.fast[accept_sampled](
                 self.drafted_PD, self.q_PDV, p_PBV, self.uniform_PD, self.noise_PV
             )
         else:
-            new_PB, count_P = accept_greedy(self.drafted_PD, logits_PBV)
+            new_PB, count_P = self.fast[accept_greedy](self.drafted_PD, logits_PBV)
         self.append(new_PB, count_P)
 
     def step(self) -> None:
         """The target alone: one token a row."""
         token_P, first_P = self.last_tokens()
-        x, _ = self.target.extend(token_P[:, None], first_P, self.cache, self.seen, run_layer=self.run_target)
-        new_P, _ = choose(self.logits(x), self.temperature, self.noise_PV)
+        x, _ = self.extend_target(token_P[:, None], first_P, self.cache, ())
+        new_P, _ = self.fast[choose](self.logits(x), self.temperature, self.noise_PV)
         self.append(new_P[:, None], torch.ones_like(new_P))
 
     def append(self, new_PQ: Tensor, count_P: Tensor) -> None:
         state = (self.tokens_PC, self.length_P, self.limit_P, self.done_P, self.jumps_PB)
-        self.run_advance(new_PQ, count_P, self.stops_E, *state)
+        self.fast[advance](new_PQ, count_P, self.stops_E, *state)
 
     def prefill(self, row: int, speculative: bool) -> None:
         """Prompt tokens prompt_Q at position first_1 into a row's caches; the token after number last_1."""
         cache = [(k[row : row + 1], v[row : row + 1]) for k, v in self.cache]
         ids = self.ids if speculative else ()
-        x, features = self.target.extend(self.prompt_Q, self.first_1, cache, self.seen, ids, self.run_target)
+        x, features = self.extend_target(self.prompt_Q, self.first_1, cache, ids)
         if speculative:
             context = [(k[row : row + 1], v[row : row + 1]) for k, v in self.context]
-            self.run_context(self.drafter, features[None], self.first_1, context)
+            self.fast[Drafter.extend_context](self.drafter, features[None], self.first_1, context)
         noise = None if self.noise_PV is None else self.noise_PV[row : row + 1]
-        token_1, _ = choose(self.logits(x.index_select(0, self.last_1)), self.temperature, noise)
+        logits = self.logits(x.index_select(0, self.last_1))
+        token_1, _ = self.fast[choose](logits, self.temperature, noise)
         self.first_token_1.copy_(token_1)
 
     # On a GPU: compiled layers, each pass one CUDA graph
@@ -339,10 +367,7 @@ class Engine:
 
     def compile(self) -> None:
         """One compiled code for all layers of a model; a shape of its own for each pass."""
-        self.run_target = compile_utils.compile(TargetLayer.extend, name="target layer, cached")
-        self.run_drafter = compile_utils.compile(DrafterLayer.extend, name="drafter layer, cached")
-        self.run_context = compile_utils.compile(Drafter.extend_context, name="drafter context, cached")
-        self.run_advance = compile_utils.compile(advance, name="advance")
+        self.fast = {part: compile_utils.compile(part, name=part.__qualname__) for part in COMPILED}
 
     @torch.no_grad()
     def warm_up(self) -> None:
@@ -803,13 +828,22 @@ def make_engine(
     if c.device == "cpu" or c.eager:
         return engine
     torch.backends.cuda.enable_cudnn_sdp(False)  # its plans are made per shape, on the host
-    if not c.no_compile:
-        cache = compile_utils.use_cache(c.compile_cache or None)
-        print(f"compiling the passes (cache {cache.folder})", flush=True)
-        engine.compile()
-    began = time.perf_counter()
-    engine.capture()
-    print(f"{len(engine.graphs)} CUDA graphs ready after {time.perf_counter() - began:.0f} s", flush=True)
+    if c.no_compile:
+        engine.capture()
+        return engine
+    cache = compile_utils.use_cache(c.compile_cache or None)
+    print(f"compile cache {cache.folder}", flush=True)
+    engine.compile()
+    t, d = target.c, drafter.c
+    shape = (t.hidden, t.intermediate, t.heads, t.kv_heads, t.head_dim, d.layers, len(d.ids), t.vocab)
+    compile_utils.gate(
+        engine.capture,
+        role="decode",
+        leader=0,
+        key=f"decode P{rows} C{engine.capacity} B{d.block_size} {shape} {c.dtype} t{c.temperature:g}",
+        label="decode",
+        source=compile_utils.source_hash(model, Engine),
+    )
     return engine
 
 
@@ -853,6 +887,9 @@ def main(argv: list[str] | None = None) -> int:
         return decode(parse_flags(argv))
     except ValueError as error:
         print(f"decode.py: {error}", file=sys.stderr)
+        return 2
+    except compile_utils.GateError as error:  # its traceback was shown
+        print(f"decode.py: {error}: --no-compile or --eager go without", file=sys.stderr)
         return 2
 
 

@@ -320,23 +320,35 @@ def new_cache(
     ]
 
 
-def cache_bias(
-    first_P: Tensor, new: int, seen: int, window: int, block: bool, copies: int, dtype: torch.dtype
-) -> Tensor:
-    """Who attends to whom in a cache: 0 or -inf, [P, 1, copies*new, seen], `copies` query heads a key head.
+def cache_inputs(
+    first_P: Tensor,
+    freq: Tensor,
+    new: int,
+    seen: int,
+    windows: tuple[int, ...],
+    block: bool,
+    copies: int,
+    dtype: torch.dtype,
+) -> tuple[Tensor, Tensor, Tensor, dict[int, Tensor]]:
+    """What all layers share that extend P cached rows by `new` tokens each, from positions first_P on.
 
-    The `new` tokens of row p stand at first_P[p] and after it. `block` false: causal, in the last `window`
+    Returns positions [P, Q], angles (cos, sin) [P*Q, D] and, for each window, who attends to whom: 0 or -inf,
+    [P, 1, copies*new, seen], for `copies` query heads a key head. `block` false: causal, in the last `window`
     positions if there is a window (a target). True: a drafter's block, by the rule of `sees`. What a cache
     holds after the newest token, left there by tokens that were not accepted, is never seen.
     """
-    key = torch.arange(seen, device=first_P.device)
-    query = (first_P[:, None] + torch.arange(new, device=first_P.device))[..., None]
-    sees = key < first_P[:, None, None] + new if block and not window else key <= query
-    if window:
-        near = key > query - window
-        sees = sees & (near | (key >= first_P[:, None, None]) if block else near)
-    bias = torch.zeros((), device=key.device, dtype=dtype).where(sees, float("-inf"))
-    return bias.expand(-1, new, -1).repeat(1, copies, 1)[:, None]
+    at_PQ = first_P[:, None] + torch.arange(new, device=first_P.device)
+    cos, sin = rope_angles(at_PQ.flatten(), freq)
+    key, query, first = torch.arange(seen, device=first_P.device), at_PQ[..., None], first_P[:, None, None]
+    biases = {}
+    for window in set(windows):
+        sees = (key < first + new).expand(-1, new, -1) if block and not window else key <= query
+        if window:
+            near = key > query - window
+            sees = sees & (near | (key >= first) if block else near)
+        bias = torch.zeros((), device=key.device, dtype=dtype).where(sees, float("-inf"))
+        biases[window] = bias.repeat(1, copies, 1)[:, None]
+    return at_PQ, cos, sin, biases
 
 
 def attend_cached(
@@ -499,19 +511,16 @@ class Target(nn.Module):
         caches: list[KeysValues],
         seen: int,
         ids: Sequence[int] = (),
+        run_inputs: Callable = cache_inputs,
         run_layer: Callable = TargetLayer.extend,
     ) -> tuple[Tensor, Tensor | None]:
         """Q new tokens of P rows, at positions first_P and after, over the caches' first `seen` rows.
 
         Returns the last layer's output [P*Q, H] and, where layers are tapped, the features [P*Q, K*H].
         """
-        c, new = self.c, tokens_PQ.shape[1]
-        at_PQ = first_P[:, None] + torch.arange(new, device=first_P.device)
-        cos, sin = rope_angles(at_PQ.flatten(), self.freq.to(first_P.device))
-        bias = {
-            w: cache_bias(first_P, new, seen, w, False, c.heads // c.kv_heads, self.dtype)
-            for w in set(c.windows)
-        }
+        c, freq = self.c, self.freq.to(first_P.device)
+        shared = (tokens_PQ.shape[1], seen, c.windows, False, c.heads // c.kv_heads, self.dtype)
+        at_PQ, cos, sin, bias = run_inputs(first_P, freq, *shared)
         x, tapped = self.embed(tokens_PQ.flatten()), {}
         for i, (layer, cache) in enumerate(zip(self.layers, caches, strict=True)):
             x = run_layer(layer, x, cos, sin, *cache, at_PQ, bias[c.windows[i]])
@@ -1012,22 +1021,18 @@ class Drafter(nn.Module):
         first_P: Tensor,
         caches: list[KeysValues],
         seen: int,
+        run_inputs: Callable = cache_inputs,
         run_layer: Callable = DrafterLayer.extend,
     ) -> Tensor:
-        """Final normed states [P, B, H] of one block a row: anchor token tokens_P at position first_P."""
-        c, rows = self.c, len(tokens_P)
-        at_PB = first_P[:, None] + torch.arange(c.block_size, device=first_P.device)
-        ids_PB = torch.full_like(at_PB, c.mask_token)
-        ids_PB[:, 0] = tokens_P
+        """The last layer's output [P, B, H] for one block a row: anchor token tokens_P at first_P."""
+        c, freq = self.c, self.freq.to(first_P.device)
+        ids_PB = F.pad(tokens_P[:, None], (0, c.block_size - 1), value=c.mask_token)
         x = F.embedding(ids_PB.flatten(), self.embedding)
-        cos, sin = rope_angles(at_PB.flatten(), self.freq.to(x.device))
-        bias = {
-            w: cache_bias(first_P, c.block_size, seen, w, True, c.heads // c.kv_heads, x.dtype)
-            for w in set(c.windows)
-        }
+        shared = (c.block_size, seen, c.windows, True, c.heads // c.kv_heads, x.dtype)
+        at_PB, cos, sin, bias = run_inputs(first_P, freq, *shared)
         for layer, cache, window in zip(self.layers, caches, c.windows, strict=True):
             x = run_layer(layer, x, cos, sin, *cache, at_PB, bias[window])
-        return self.norm(x).unflatten(0, (rows, c.block_size))
+        return x.unflatten(0, ids_PB.shape)
 
     def forward(self, kv: ContextKV, blocks: Blocks) -> tuple[Tensor, Tensor]:
         """Plain weighted loss sum (fp32 scalar) and the predicted tokens [A, B-1] of a chunk."""
