@@ -265,8 +265,8 @@ class Engine:
         self.length_P, self.limit_P = self.integers(rows), self.integers(rows)
         self.done_P = torch.ones(rows, dtype=torch.bool, device=self.device)
         self.jumps_PB, self.drafted_PD = self.integers(rows, self.block), self.integers(rows, self.block - 1)
-        self.prompt_Q, self.first_1 = self.integers(1, CHUNK), self.integers(1)
-        self.last_1, self.first_token_1 = self.integers(1), self.integers(1)
+        self.prompt_Q = self.integers(1, 1)
+        self.first_1, self.last_1, self.first_token_1 = (self.integers(1) for _ in range(3))
         self.noise_PV = self.uniform_PD = self.draft_noise_PDV = self.q_PDV = None
         self.random = torch.Generator(self.device).manual_seed(seed)
         if temperature:
@@ -369,6 +369,10 @@ class Engine:
         """One compiled code for all layers of a model; a shape of its own for each pass."""
         self.fast = {part: compile_utils.compile(part, name=part.__qualname__) for part in COMPILED}
 
+    def use_chunks(self) -> None:
+        """From here on every pass has one shape: prompts are prefilled in chunks, whole caches attended to."""
+        self.chunked, self.seen, self.prompt_Q = True, self.capacity, self.integers(1, CHUNK)
+
     @torch.no_grad()
     def warm_up(self) -> None:
         """Run each pass once, so that everything is compiled and every library has its workspace."""
@@ -378,17 +382,17 @@ class Engine:
                 for _ in range(2):
                     getattr(self, name)(*arguments)
         self.clear()
-        torch.cuda.synchronize()
 
     @torch.no_grad()
     def capture(self) -> None:
         """Record each pass as a CUDA graph; they run one after another, so they may share their memory."""
-        self.chunked = True
+        self.use_chunks()
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
             self.warm_up()
         torch.cuda.current_stream().wait_stream(side)
+        torch.cuda.synchronize()
         pool = torch.cuda.graph_pool_handle()
         for speculative in [False, True] if self.drafter else [False]:
             for key in self.passes(speculative):
