@@ -237,10 +237,9 @@ def match(run: Run, tokenizer, tried: list[Document], line: str, record: dict) -
         else:
             kind, messages = "chat", data.conversation_of(record)
             answer = next(m["content"] for m in messages if m["role"] == "assistant").split("</think>")[-1]
-            start = (
-                answer.split()[0][:20] if answer.split() else ""
-            )  # asking the template is slow: first look
-            if not any(start in d.text or len(d.ids) >= run.c.max_length for d in tried):
+            # Asking the template is slow: look first whether the answer's first word is there.
+            start = normal(answer.split()[0][:20]) if answer.split() else ""
+            if not any(len(d.ids) >= run.c.max_length or start in normal(d.text) for d in tried):
                 return
             rendered = tokenizer.render(messages)
     elif "text" in record and not ("input_ids" in record and "loss_mask" in record):
@@ -737,6 +736,11 @@ def checks(report: Report, args: argparse.Namespace | None = None) -> None:
         return
     view = found[0]
     if not args.quiet:
+        report.extra["documents"] = [
+            {"number": d.number, "source": d.source, "line": d.line, "tokens": len(d.ids)}
+            | {"supervised": sum(d.supervised), "valid": d.valid, "anchors": len(d.anchors)}
+            for d in view.documents
+        ]
         colour = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
         show(report, view, args.documents, colour)
     report.run("positions", check_positions, view)
@@ -792,8 +796,12 @@ def main(argv: list[str] | None = None) -> int:
         sys.stdout.reconfigure(errors="replace")
     args = parse(argv)
     report = Report("batch", args)
-    checks(report, args)
-    return report.finish()
+    try:
+        checks(report, args)
+        return report.finish()
+    except BrokenPipeError:  # `| head` has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        return 141
 
 
 if __name__ == "__main__":

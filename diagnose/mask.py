@@ -495,9 +495,13 @@ def main(argv: list[str] | None = None) -> int:
         sys.stdout.reconfigure(errors="replace")
     args = parse(argv)
     report = Report("mask", args)
-    report.run("picture", picture, report, args)
-    checks(report, args)
-    return report.finish()
+    try:
+        report.run("picture", picture, report, args)
+        checks(report, args)
+        return report.finish()
+    except BrokenPipeError:  # `| head` has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        return 141
 
 
 def picture(report: Report, args: argparse.Namespace) -> Finding:

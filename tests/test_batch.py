@@ -191,7 +191,7 @@ def test_a_supervised_header(view):
 def test_a_supervised_question_and_an_unsupervised_answer(view):
     d = view.documents[0]
     d.supervised[2] = True
-    only(view, supervised="FAIL", coverage="ok")
+    only(view, supervised="FAIL")
     d.supervised[2] = False
     d.supervised[token_at(d, "<|end|>") - 3] = False
     assert "not supervised" in batch.check_turns(view).message
@@ -328,7 +328,9 @@ def test_output_and_verdict(small, tmp_path, capsys):
     shown = out.split("[ok] positions")[0].split("\n", 1)[1]
     assert max(map(len, shown.splitlines())) <= 100 and "\033" not in out
     assert "⟦" in shown and "<|end|>⟧" in shown and "▸" in shown and "more documents" not in shown
-    assert json.loads(found.read_text())["verdict"] == "READY" and png.read_bytes().startswith(b"\x89PNG")
+    content = json.loads(found.read_text())
+    assert content["verdict"] == "READY" and sum(d["anchors"] for d in content["documents"]) == 32
+    assert png.read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.parametrize("colour", [False, True])
