@@ -36,7 +36,7 @@ import sys
 import time
 import traceback
 import typing
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -49,6 +49,7 @@ import compile_utils
 import data
 import model
 import stream
+from diagnose import memory
 from model import Blocks, Drafter, DrafterConfig, Target, TargetConfig
 from world import Control, Ending, UserError, World
 
@@ -106,6 +107,7 @@ class Config:
     depth: int = option(2, "feature buffers of a rank")
     seed: int = option(0, "seed of initial weights, packing and anchors")
     device: str = option("", "cuda or cpu (default: cuda where every rank has a GPU)")
+    ignore_headroom: bool = option(False, "start although the estimate says that it does not fit the GPU")
 
     @property
     def folder(self) -> Path:
@@ -125,10 +127,13 @@ def parse_flags(argv: list[str] | None = None) -> Config:
         prog="train.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     for f in dataclasses.fields(Config):
-        many = {"nargs": "+"} if typing.get_origin(f.type) is list else {}
-        kind = str if many else f.type
+        how: dict = {"type": f.type}
+        if typing.get_origin(f.type) is list:
+            how = {"type": str, "nargs": "+"}
+        elif f.type is bool:
+            how = {"action": "store_true"}
         flag = "--" + f.name.replace("_", "-")
-        parser.add_argument(flag, type=kind, default=argparse.SUPPRESS, help=f.metadata["help"], **many)
+        parser.add_argument(flag, default=argparse.SUPPRESS, help=f.metadata["help"], **how)
     given = vars(parser.parse_args(argv))
     saved = {}
     if given.get("resume"):
@@ -296,6 +301,7 @@ class Job:
     ):
         self.c, self.t, self.world, self.ending = c, t, world, ending
         self.place = place  # the checkpoint to start from
+        self.with_budget: Callable[[int], Config]  # this config with another --token-budget
         self.device = world.device
         self.dtype = torch.bfloat16 if self.device.type == "cuda" else torch.float32
         self.run = run
@@ -862,6 +868,10 @@ def warm_up(job: Job) -> typing.Callable[[], None]:
     """Training forward and backward and evaluation forward on the run's shapes, on the unwrapped module."""
 
     def work() -> None:
+        with memory_explained(job):
+            everything_once()
+
+    def everything_once() -> None:
         c, shapes = job.c, job.shapes
         nothing = data.empty_batch(0, c.token_budget, c.max_batch_size, c.anchors)
         features_TKH = torch.zeros(shapes.tokens, shapes.width, dtype=shapes.dtype, device=job.device)
@@ -929,6 +939,37 @@ def start(job: Job) -> None:
     job.ending.training = True
 
 
+def device_memory(world: World) -> int:
+    """Bytes of this rank's GPU that nobody else holds; 0 where there is no GPU."""
+    if world.device.type != "cuda":
+        return 0
+    free, total = torch.cuda.mem_get_info()
+    ours = torch.cuda.memory_reserved() + memory.CONTEXT + (memory.NCCL if world.size > 1 else 0)
+    return min(total, free + ours)
+
+
+def refuse_hopeless(c: Config, t: TargetConfig, world: World, with_budget: Callable[[int], Config]) -> None:
+    """The estimate of diagnose.memory, before any weight is loaded: ValueError where it cannot fit."""
+    have = device_memory(world)
+    if have and not c.ignore_headroom:
+        if problem := memory.refusal(with_budget, c, t, world.role, world.size, have):
+            raise ValueError(problem)
+
+
+@contextlib.contextmanager
+def memory_explained(job: Job) -> Iterator[None]:
+    """An out-of-memory error becomes one line: which rank, what it held, the budget that would fit."""
+    try:
+        yield
+    except RuntimeError as error:
+        if not memory.is_out_of_memory(error):
+            raise
+        when = "in training" if job.ending.training else "before the first step"
+        world, have = job.world, device_memory(job.world)
+        told = memory.ran_out(error, job.with_budget, job.c, job.t, world.role, world.size, have)
+        raise UserError(f"{world.name()} ran out of memory {when}{told}") from None
+
+
 def banner(job: Job) -> Iterator[str]:
     c, world, d = job.c, job.world, job.drafter_config
     dtype = str(job.dtype).removeprefix("torch.")
@@ -988,7 +1029,8 @@ def main() -> int:
         c = parse_flags()
         t = TargetConfig.from_folder(c.folder)
         size = int(os.environ.get("WORLD_SIZE", 1))
-        c = resolve(c, t, size, size // int(os.environ.get("LOCAL_WORLD_SIZE", size)))
+        nodes = size // int(os.environ.get("LOCAL_WORLD_SIZE", size))
+        asked, c = c, resolve(c, t, size, nodes)
     except (UserError, ValueError) as error:
         if os.environ.get("LOCAL_RANK", "0") == "0":
             print(f"train.py: {error}", file=sys.stderr)
@@ -999,21 +1041,34 @@ def main() -> int:
         world.join(c.device, allow_cpu=not c.target)
         ending.watch(world)
         cache = world.together(lambda: compile_utils.use_cache(c.compile_cache or None), "--compile-cache")
+
+        def with_budget(budget: int) -> Config:
+            return resolve(dataclasses.replace(asked, token_budget=budget), t, size, nodes)
+
+        world.together(lambda: refuse_hopeless(c, t, world, with_budget), "memory")
         run, place = choose_run(c, world)
         job = Job(c, t, world, ending, run, place)
         job.notes += cache.warnings
-        train(job)
+        job.with_budget = with_budget
+        with memory_explained(job):
+            train(job)
         world.leave()
     except Exception as error:  # whatever it is, every rank must end with it
         code = end_badly(error, world, ending, job)
         if run and not job and world.rank == 0:
             with contextlib.suppress(OSError):  # not empty: not ours to remove
                 run.rmdir()
-        sys.stdout.flush()
-        os._exit(code)  # no destructor may wait for a rank that is gone
+        end(code)  # no destructor may wait for a rank that is gone
     ending.finished()
     return 0
 
 
+def end(code: int) -> typing.NoReturn:
+    """Leave without running destructors: those of torch 2.11 now and then abort a process that is done."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    end(main())

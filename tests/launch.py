@@ -118,7 +118,7 @@ def torchrun(
         f"{plant}\n"
         "code = train.main()\n"
         f"pathlib.Path({str(home)!r}, f'code{{RANK}}').write_text(str(code))\n"
-        "sys.exit(code)\n"
+        "train.end(code)\n"
     )
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
     return subprocess.Popen(
