@@ -1,0 +1,449 @@
+"""Does the run fit on the card, and what is the largest that does?
+
+    python -m diagnose.memory [--target DIR] [--ranks 8] [--gpu-memory 96GB] [flags of train.py]  # on paper
+    python -m diagnose.memory --target DIR --png memory.png              # stacked bars against the card
+
+On paper: from config.json alone and without a GPU, what each role holds at its largest moment: drafter,
+target, and a rank that is both (colocate). The verdict is about the roles of the layout that train.py would
+choose. A card of 96GB is taken as 96 GiB less 1%, which is what a driver leaves of it; GiB and MiB are exact.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import os
+import re
+import shlex
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+if not __package__:  # python diagnose/memory.py: same imports as python -m diagnose.memory
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
+
+from diagnose.report import Finding, Report, add_arguments, fail, ok, skip, warn
+from model import TILE, DrafterConfig, TargetConfig
+
+GIB, MIB = 2**30, 2**20
+CONTEXT = 640 * MIB  # CUDA context, loaded kernels and cuBLAS workspaces of a process
+NCCL = 448 * MIB  # communicators of a rank that has peers
+FRAGMENTS = 0.03  # of what comes and goes: rounding and holes of the caching allocator
+CPU_BASE = 700 * MIB  # a process that has imported torch
+TIGHT = 0.05  # less headroom than this share of the card is worth a warning
+MOST_TOKENS = 1 << 22
+ROLES = ("drafter", "target", "colocate")
+PARTS = (
+    "weights",
+    "gradients",
+    "moments",
+    "embedding and head",
+    "target weights",
+    "features",
+    "context",
+    "activations",
+    "loss",
+    "target activations",
+    "allocator",
+    "CUDA and NCCL",
+)
+PASSING = ("context", "activations", "loss", "target activations")
+
+
+# ---------------------------------------------------------------- on paper
+
+
+@dataclasses.dataclass
+class Estimate:
+    """Bytes of one role by part, at the `moment` of a step when they are most."""
+
+    role: str
+    moment: str
+    parts: dict[str, int]
+
+    @property
+    def peak(self) -> int:
+        return sum(self.parts.values())
+
+
+def estimate(c, t: TargetConfig, role: str, ranks: int, size: int = 2) -> Estimate:
+    """The largest moment of a rank's life. `c` is train.py's resolved Config; elements of `size` bytes."""
+    return max(estimates(c, t, role, ranks, size), key=lambda e: e.peak)
+
+
+def estimates(c, t: TargetConfig, role: str, ranks: int, size: int = 2) -> list[Estimate]:
+    """One for each moment that can be the largest."""
+    d = DrafterConfig.of(t, c.draft_layers, c.block_size, c.taps, 0)
+    held = standing(c, t, d, role, ranks, size)
+    return [
+        Estimate(role, moment, finish(held | parts, ranks, size))
+        for moment, parts in moments(c, t, d, role, size).items()
+    ]
+
+
+def peaks(c, t: TargetConfig, role: str, ranks: int, size: int = 2) -> dict[str, int]:
+    return {e.moment: e.peak for e in estimates(c, t, role, ranks, size)}
+
+
+def standing(c, t: TargetConfig, d: DrafterConfig, role: str, ranks: int, size: int) -> dict[str, int]:
+    """What a rank holds all the time."""
+    parts, feature_buffer = dict.fromkeys(PARTS, 0), c.token_budget * len(d.ids) * d.hidden * size
+    if role != "target":
+        parts["weights"] = parts["gradients"] = 4 * d.parameters()  # fp32
+        parts["moments"] = 8 * d.parameters()
+        parts["embedding and head"] = d.vocab * d.hidden * size * (1 if t.tied else 2)
+    if role != "drafter":
+        parts["target weights"] = t.parameters(max(d.ids) + 1) * size
+    parts["features"] = feature_buffer * (1 if role == "colocate" else c.depth)
+    if role != "target" and (c.drafters or ranks) > 1:
+        # Throw-away passes before the first step need one more buffer; only a resumed run has moments then.
+        parts["features"] += feature_buffer if c.resume else max(0, feature_buffer - parts["moments"])
+    return parts
+
+
+def moments(c, t: TargetConfig, d: DrafterConfig, role: str, size: int) -> dict[str, dict[str, int]]:
+    """What comes and goes, by the moment of a step."""
+    found, tokens = {}, c.token_budget
+    if role != "drafter":
+        found["features"] = {"target activations": t.features_bytes(tokens, size)}
+    if role != "target":
+        chunks = -(-c.anchors // c.anchor_chunk)
+        context = d.context_bytes(tokens, size)
+        context += d.context_gradient_bytes(tokens, size) if chunks > 1 else 0
+        for moment, (layers, loss) in d.chunk_moments(c.anchor_chunk, tokens, size).items():
+            found[moment] = {"context": context, "activations": layers, "loss": loss}
+        for moment, all_of_it in d.context_moments(tokens, chunks, size).items():
+            found[moment] = {"context": all_of_it}
+    return found
+
+
+def finish(parts: dict[str, int], ranks: int, size: int) -> dict[str, int]:
+    """Add what lives outside the tensors. fp32 means the CPU: no context, no caching allocator."""
+    passing = sum(parts[name] for name in PASSING)
+    parts["allocator"] = int(FRAGMENTS * passing)
+    parts["CUDA and NCCL"] = CPU_BASE if size == 4 else CONTEXT + (NCCL if ranks > 1 else 0)
+    return parts
+
+
+def search(fits: Callable[[int], bool], step: int, most: int) -> int:
+    """The largest multiple of `step` up to `most` that fits, while the next one does not; 0: none does."""
+    low, high = 0, step
+    while high <= most and fits(high):
+        low, high = high, 2 * high
+    high = min(high, most // step * step + step)
+    while high - low > step:
+        middle = (low + high) // 2 // step * step
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low
+
+
+def largest_token_budget(
+    resolved: Callable[[int], object], t: TargetConfig, role: str, ranks: int, have: int, size: int = 2
+) -> int:
+    """`resolved(budget)` is train.py's Config with that budget (what follows from the budget follows it)."""
+
+    def fits(budget: int) -> bool:
+        return estimate(resolved(budget), t, role, ranks, size).peak <= have
+
+    return search(fits, TILE, MOST_TOKENS)
+
+
+def largest_anchor_chunk(c, t: TargetConfig, role: str, ranks: int, have: int, size: int = 2) -> int:
+    def fits(chunk: int) -> bool:
+        anchors = -(-c.anchors // chunk) * chunk  # as train.py rounds them up
+        changed = dataclasses.replace(c, anchor_chunk=chunk, anchors=anchors)
+        return estimate(changed, t, role, ranks, size).peak <= have
+
+    step = min(16, c.anchors)
+    return c.anchors if fits(c.anchors) else search(fits, step, c.anchors)
+
+
+def roles_of(layout: str) -> tuple[str, ...]:
+    return ("colocate",) if layout == "colocate" else ("drafter", "target")
+
+
+def role_name(role: str) -> str:
+    return "colocate" if role == "drafter+target" else role
+
+
+def gib(amount: float) -> str:
+    return f"{amount / GIB:.1f}"
+
+
+def said(amount: int) -> str:
+    return f"{amount / GIB:.1f} GiB" if amount >= GIB / 10 else f"{amount / MIB:.1f} MiB"
+
+
+# ---------------------------------------------------------------- in training
+
+
+def advice(resolved: Callable, c, t: TargetConfig, role: str, ranks: int, have: int, size: int) -> str:
+    """The flags that would fit, as the end of a message."""
+    budget = largest_token_budget(resolved, t, role, ranks, have, size)
+    chunk = largest_anchor_chunk(c, t, role, ranks, have, size) if role != "target" else 0
+    flags = [f"--token-budget {budget}"] if budget else []
+    flags += [f"--anchor-chunk {chunk}"] if 0 < chunk < c.anchor_chunk else []
+    if not flags:
+        return "no --token-budget fits: use a larger card, a smaller target or fewer --draft-layers"
+    return "give " + " or ".join(flags)
+
+
+def refusal(resolved: Callable, c, t: TargetConfig, role: str, ranks: int, have: int, size: int = 2) -> str:
+    """One line if this rank cannot hold what it will be asked to, else nothing."""
+    role = role_name(role)
+    need = estimate(c, t, role, ranks, size)
+    if need.peak <= have:
+        return ""
+    return (
+        f"--token-budget {c.token_budget}: a {role} rank needs {said(need.peak)} ({need.moment}), its GPU "
+        f"has {said(have)}: {advice(resolved, c, t, role, ranks, have, size)}, or --ignore-headroom to try "
+        "all the same (python -m diagnose.memory shows where it goes)"
+    )
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Of the allocator, of cuBLAS or of NCCL, which have errors of their own."""
+    import torch
+
+    words = f"{error}"
+    return isinstance(error, torch.OutOfMemoryError) or (
+        isinstance(error, RuntimeError) and ("out of memory" in words or "STATUS_ALLOC_FAILED" in words)
+    )
+
+
+def ran_out(
+    error: BaseException, resolved: Callable, c, t: TargetConfig, role: str, ranks: int, have: int
+) -> str:
+    """What follows `rank 3 (target) ran out of memory`: how full it was, what it held, what would fit.
+
+    `have` bytes of GPU; 0: none, a CPU run. Whatever the estimate says, this budget was too much: the advice
+    stays 5% below it.
+    """
+    import torch
+
+    role, size = role_name(role), 2 if have else 4
+    held = estimate(c, t, role, ranks, size)
+    facts = re.findall(r"Tried to allocate ([\d.]+ \w+)", f"{error}")
+    full = [f"{facts[0]} more were asked for"] if facts else []
+    if have:
+        free, total = torch.cuda.mem_get_info()
+        full.append(
+            f"{said(total - free)} of {said(total)} in use, {said(torch.cuda.memory_allocated())} by tensors"
+        )
+    parts = sorted(((n, part) for part, n in held.parts.items() if n), reverse=True)
+    listed = ", ".join(f"{part} {said(n)}" for n, part in parts)
+    less = min(have or held.peak, int(0.95 * held.peak))
+    return (
+        (f" ({'; '.join(full)})" if full else "")
+        + f": on paper {said(held.peak)} at its peak ({held.moment}): {listed}: "
+        + advice(resolved, c, t, role, ranks, less, size)
+    )
+
+
+# ---------------------------------------------------------------- the report
+
+
+def parse_memory(text: str) -> int:
+    """`96GB`, `80GiB`, `40000MiB` in bytes."""
+    match = re.fullmatch(r"([\d.]+)\s*(GB|GiB|MiB|G)?", text.strip(), re.IGNORECASE)
+    try:
+        number = float(match[1]) if match else 0.0
+    except ValueError:
+        number = 0.0
+    if not number > 0:
+        raise argparse.ArgumentTypeError(f"{text!r}: give the memory of a card, such as 96GB or 80GiB")
+    unit = (match[2] or "GB").lower()
+    return int(number * (MIB if unit == "mib" else GIB if unit == "gib" else 0.99 * GIB))
+
+
+def parse(argv: list[str] | None) -> tuple[argparse.Namespace, list[str]]:
+    """(own flags, flags of train.py)."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    parser.add_argument(
+        "--ranks", type=int, default=0, help="ranks of the job (8, with the built-in target 2)"
+    )
+    parser.add_argument("--nodes", type=int, default=1, help="nodes they are on")
+    parser.add_argument("--gpu-memory", type=parse_memory, metavar="96GB", help="default: this machine's GPU")
+    parser.add_argument("--headroom", type=float, default=0.0, metavar="%", help="to leave free, percent (0)")
+    parser.add_argument("--png", metavar="FILE", help="draw each role against the card")
+    add_arguments(parser)
+    return parser.parse_known_args(argv)
+
+
+def machine(wanted: int | None, built_in: bool, ranks: int) -> tuple[int, int, str]:
+    """(bytes a rank has, size of an element, words for it); raises skip where nothing is known."""
+    import torch
+
+    if wanted:
+        return wanted, 2, f"a card of {gib(wanted)} GiB"
+    if torch.cuda.is_available():
+        total = torch.cuda.mem_get_info()[1]
+        return total, 2, f"{torch.cuda.get_device_name(0)}, {gib(total)} GiB"
+    if not built_in:
+        raise skip("no GPU here to compare with", "python -m diagnose.memory --gpu-memory 96GB")
+    pages = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return pages // ranks, 4, f"no GPU: {gib(pages)} GiB of host memory for {ranks} ranks"
+
+
+class Question:
+    """One configuration to be judged: what was asked, and what train.py makes of it."""
+
+    def __init__(self, flags: list[str], ranks: int, nodes: int):
+        import train
+
+        asked = train.parse_flags(flags)
+        if Path(asked.target).name == "config.json":
+            asked.target = str(Path(asked.target).parent)
+        asked.data = asked.data or (["any.jsonl"] if asked.target else [])  # its size does not depend on it
+        self.asked, self.built_in, self.nodes = asked, not asked.target, nodes
+        self.ranks = ranks or (2 if self.built_in else 8)
+        self.target = TargetConfig.from_folder(asked.folder)
+        self.train = train
+        self.config = self.resolved(asked.token_budget)
+
+    def resolved(self, budget: int):
+        changed = dataclasses.replace(self.asked, token_budget=budget)
+        return self.train.resolve(changed, self.target, self.ranks, self.nodes)
+
+
+def judge(q: Question, role: str, have: int, size: int) -> tuple[Finding, Estimate]:
+    """Does this role fit, and how far could its flags go?"""
+    found = estimate(q.config, q.target, role, q.ranks, size)
+    budget = largest_token_budget(q.resolved, q.target, role, q.ranks, have, size)
+    chunk = largest_anchor_chunk(q.config, q.target, role, q.ranks, have, size)
+    left = have - found.peak
+    data = {
+        "role": role,
+        "peak_gib": found.peak / GIB,
+        "headroom_gib": left / GIB,
+        "largest_token_budget": budget,
+        "largest_anchor_chunk": None if role == "target" else chunk,
+        "moment": found.moment,
+        "parts_gib": {part: n / GIB for part, n in found.parts.items()},
+    }
+    largest = f"largest --token-budget {budget}" + (
+        f", --anchor-chunk {chunk} of {q.config.anchors}" if role != "target" else ""
+    )
+    told = f"{gib(found.peak)} of {gib(have)} GiB at its peak ({found.moment})"
+    if left < 0:
+        fix = train_command(q, budget, chunk if role != "target" else 0)
+        return fail(f"does not fit: {told}; {largest}", fix, **data), found
+    if left < TIGHT * have:
+        fix = train_command(q, int(budget * 0.95) // TILE * TILE or TILE, 0)
+        return warn(f"fits, but only {gib(left)} GiB are left: {told}; {largest}", fix, **data), found
+    return ok(f"fits: {told}, {gib(left)} left; {largest}", **data), found
+
+
+def train_command(q: Question, budget: int, chunk: int) -> str:
+    """The launch that would fit: the smaller budget, or the smaller chunk."""
+    given = dataclasses.asdict(q.asked)
+    default = dataclasses.asdict(type(q.asked)())
+    flags = []
+    for name, value in given.items():
+        if value == default[name] or name == "token_budget" or value == ["any.jsonl"]:
+            continue
+        values = value if isinstance(value, list) else [] if value is True else [value]
+        flags += ["--" + name.replace("_", "-"), *map(str, values)]
+    start = f"torchrun --nproc_per_node={q.ranks // q.nodes} train.py {shlex.join(flags)}".rstrip()
+    if not budget and not chunk:
+        return f"{start}  # nothing fits: a larger card, a smaller target or fewer --draft-layers"
+    lines = [f"{start} --token-budget {budget}"] if budget else []
+    if 0 < chunk < q.config.anchor_chunk:
+        kept = ["--token-budget", str(q.config.token_budget), "--anchor-chunk", str(chunk)]
+        lines.append(f"{start} {shlex.join(kept)}  # the same budget, a chunk at a time")
+    return "\n".join(lines)
+
+
+def compare(report: Report, q: Question, have: int, size: int, png: str | None = None) -> None:
+    """The table of all roles, then a verdict for those that the layout has."""
+    c, judged = q.config, {role: judge(q, role, have, size) for role in ROLES}
+    report.say(
+        f"{c.folder}: {c.layout}, {q.ranks} rank(s), --token-budget {c.token_budget} --anchors {c.anchors} "
+        f"--anchor-chunk {c.anchor_chunk} --max-batch-size {c.max_batch_size}"
+    )
+    rows = [
+        [part, *(found.parts[part] / GIB for _, found in judged.values())]
+        for part in PARTS
+        if any(found.parts[part] for _, found in judged.values())
+    ]
+    rows.append(["peak", *(found.peak / GIB for _, found in judged.values())])
+    rows.append(["headroom", *((have - found.peak) / GIB for _, found in judged.values())])
+    by_moment = {role: peaks(c, q.target, role, q.ranks, size) for role in ROLES}
+    names = list(dict.fromkeys(name for peaks_of in by_moment.values() for name in peaks_of))
+    rows += [
+        [f"at: {name}", *(by_moment[role].get(name, 0) / GIB or None for role in ROLES)] for name in names
+    ]
+    report.table(rows, ["GiB", *ROLES], floatfmt=".2f")
+    report.extra["roles"] = {role: finding.data for role, (finding, _) in judged.items()}
+    for role in roles_of(c.layout):
+        report.add(role, judged[role][0])
+    if png:
+        draw(png, {role: found for role, (_, found) in judged.items()}, have, f"{c.folder}")
+        report.say(f"drawn: {png}")
+
+
+def draw(file: str, found: dict[str, Estimate], have: int, title: str) -> None:
+    """Stacked bars of each role, the card as a line."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    figure, axis = plt.subplots(figsize=(9, 5.5), constrained_layout=True)
+    colors = plt.get_cmap("tab20").colors
+    bottoms = [0.0] * len(found)
+    for i, part in enumerate(PARTS):
+        heights = [e.parts[part] / GIB for e in found.values()]
+        if not any(heights):
+            continue
+        axis.bar(list(found), heights, bottom=bottoms, label=part, color=colors[i], width=0.55)
+        bottoms = [a + b for a, b in zip(bottoms, heights, strict=True)]
+    for i, (top, e) in enumerate(zip(bottoms, found.values(), strict=True)):
+        axis.annotate(f"{top:.1f} GiB\n{e.moment}", (i, top), ha="center", va="bottom", fontsize=8)
+    axis.axhline(have / GIB, color="black", ls="--", lw=1)
+    axis.text(-0.3, have / GIB, f"the card: {gib(have)} GiB", va="bottom", fontsize=8)
+    axis.set(ylabel="GiB", ylim=(0, 1.15 * max(have / GIB, *bottoms)), title=title)
+    handles, labels = axis.get_legend_handles_labels()
+    axis.legend(handles[::-1], labels[::-1], fontsize=8, loc="center left", bbox_to_anchor=(1, 0.5))
+    figure.savefig(file, dpi=110)
+    plt.close(figure)
+
+
+def checks(report: Report, args=None) -> None:
+    """What `python -m diagnose` asks: would the main command fit on this machine?"""
+
+    def check() -> Finding:
+        q = Question([], 0, 1)
+        have, size, words = machine(None, True, q.ranks)
+        findings = [judge(q, role, have, size)[0] for role in roles_of(q.config.layout)]
+        for role, finding in zip(roles_of(q.config.layout), findings, strict=True):
+            finding.name, finding.message = role, f"built-in target, {words}: {finding.message}"
+        return findings
+
+    report.run("memory", check)
+
+
+def main(argv: list[str] | None = None) -> int:
+    args, flags = parse(argv)
+    report = Report("memory", args)
+    try:
+        q = Question(flags, args.ranks, args.nodes)
+        if not 0 <= args.headroom < 100:
+            raise ValueError(f"--headroom {args.headroom:g}: a percentage, 0 to 99")
+    except ValueError as error:
+        print(f"diagnose.memory: {error}", file=sys.stderr)
+        return 2
+    try:
+        have, size, words = machine(args.gpu_memory, q.built_in, q.ranks)
+    except Finding as finding:
+        report.add("memory", finding)
+        return report.finish()
+    report.say(words)
+    compare(report, q, int(have * (1 - args.headroom / 100)), size, args.png)
+    return report.finish()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

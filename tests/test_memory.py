@@ -1,0 +1,388 @@
+"""diagnose.memory: what is on paper is what modules hold, budgets are the largest that fit, and a job that
+does not fit, or runs out, ends with one line.
+"""
+
+import dataclasses
+import json
+import re
+
+import pytest
+import torch
+from conftest import TINY
+
+import checkpoint
+import model
+import stream
+import train
+from diagnose import memory
+from model import Drafter, DrafterConfig, Target, TargetConfig
+
+QWEN3 = {
+    "architectures": ["Qwen3ForCausalLM"], "head_dim": 128, "vocab_size": 151936, "rms_norm_eps": 1e-6,
+    "rope_theta": 1e6, "max_position_embeddings": 40960, "num_key_value_heads": 8,
+}  # fmt: skip
+SHAPES = {
+    "smollm2-135m": {
+        "architectures": ["LlamaForCausalLM"], "hidden_size": 576, "num_hidden_layers": 30,
+        "num_attention_heads": 9, "num_key_value_heads": 3, "intermediate_size": 1536, "vocab_size": 49152,
+        "tie_word_embeddings": True, "max_position_embeddings": 8192,
+    },
+    "qwen2": {
+        "architectures": ["Qwen2ForCausalLM"], "hidden_size": 896, "num_hidden_layers": 24,
+        "num_attention_heads": 14, "num_key_value_heads": 2, "intermediate_size": 4864, "vocab_size": 151936,
+        "tie_word_embeddings": True, "max_position_embeddings": 32768,
+    },
+    "qwen3-8b": QWEN3 | {
+        "hidden_size": 4096, "num_hidden_layers": 36, "num_attention_heads": 32, "intermediate_size": 12288,
+    },
+    "llama-70b": {
+        "architectures": ["LlamaForCausalLM"], "hidden_size": 8192, "num_hidden_layers": 80,
+        "num_attention_heads": 64, "num_key_value_heads": 8, "intermediate_size": 28672, "vocab_size": 128256,
+        "max_position_embeddings": 131072,
+    },
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory) -> dict[str, str]:
+    """A folder with nothing but a config.json for each shape."""
+    root, found = tmp_path_factory.mktemp("shapes"), {}
+    for name, fields in SHAPES.items():
+        (root / name).mkdir()
+        (root / name / "config.json").write_text(json.dumps(fields))
+        found[name] = str(root / name)
+    return found
+
+
+def question(folder: str = "", *flags: object, ranks: int = 2) -> memory.Question:
+    return memory.Question([*(["--target", folder] if folder else []), *map(str, flags)], ranks, 1)
+
+
+def estimate(q: memory.Question, role: str, **changed) -> memory.Estimate:
+    return memory.estimate(dataclasses.replace(q.config, **changed), q.target, role, q.ranks)
+
+
+def bytes_of(tensors) -> int:
+    """Of the distinct storages; meta tensors have sizes too."""
+    return sum(
+        s.nbytes() for s in {t.untyped_storage()._cdata: t.untyped_storage() for t in tensors}.values()
+    )
+
+
+# ---------------------------------------------------------------------------------------------------------
+# What stands still is exact
+
+
+@pytest.mark.parametrize("name", ["tiny", *SHAPES])
+def test_weights_are_those_of_the_modules(folders, name):
+    q = question(folders.get(name, ""))
+    with torch.device("meta"):
+        d = DrafterConfig.of(q.target, q.config.draft_layers, q.config.block_size, 5, 0)
+        table = torch.empty(d.vocab, d.hidden, dtype=torch.bfloat16)
+        tables = [table] if q.target.tied else [table, torch.empty_like(table)]
+        drafter = Drafter(d, tables[0], tables[-1])
+        target = Target(q.target, max(d.ids) + 1, head=False).bfloat16()
+        whole = Target(q.target)
+    found = estimate(q, "colocate").parts
+    assert found["weights"] == found["gradients"] == bytes_of(drafter.parameters())
+    assert found["embedding and head"] == bytes_of(tables)
+    assert found["target weights"] == bytes_of(target.parameters())
+    assert 4 * q.target.parameters(q.target.layers, head=True) == bytes_of(whole.parameters())
+
+
+def test_moments_are_those_of_the_optimizer_that_a_run_saves(launcher, small, tmp_path):
+    run = launcher.run(1, tmp_path / "run", *small, "--steps", 1, "--eval-every", 9).good()
+    place = checkpoint.checkpoints(run.folder)[-1]
+    state = torch.load(place / "optimizer.pt", weights_only=True)["state"].values()
+    q = question("", "--draft-layers", 1)
+    held = [s[k] for s in state for k in ("exp_avg", "exp_avg_sq")]
+    assert estimate(q, "drafter").parts["moments"] == bytes_of(held)
+
+
+@pytest.mark.parametrize("depth", [1, 3])
+def test_feature_buffers_are_those_of_the_stream(depth):
+    q = question("", "--depth", depth)
+    c, width = q.config, 5 * q.target.hidden
+    shapes = stream.Shapes(c.token_budget, c.anchors, c.max_batch_size, width, torch.bfloat16)
+    held = bytes_of(stream.Buffers(shapes, depth, torch.device("cpu")).all)
+    assert estimate(q, "drafter").parts["features"] == estimate(q, "target").parts["features"] == held
+    assert estimate(q, "colocate").parts["features"] * depth == held
+
+
+def test_several_drafters_start_with_one_more_buffer():
+    """The throw-away passes of data parallelism: a resumed run already has its moments then."""
+    q = question("", "--drafters", 2, "--token-budget", 16384, ranks=3)
+    fresh, resumed = (estimate(q, "drafter", resume=r).parts["features"] for r in ("", "runs/001"))
+    assert estimate(q, "drafter", drafters=1).parts["features"] <= fresh < resumed
+    assert resumed == 1.5 * estimate(q, "drafter", drafters=1).parts["features"]
+
+
+# ---------------------------------------------------------------------------------------------------------
+# More of anything is never less
+
+
+@pytest.mark.parametrize("role", memory.ROLES)
+@pytest.mark.parametrize("name", SHAPES)
+def test_more_needs_more(folders, name, role):
+    q = question(folders[name], "--token-budget", 8192, "--anchor-chunk", 512)
+    base = estimate(q, role).peak
+    assert estimate(q, role, token_budget=16384).peak > base
+    assert estimate(q, role, depth=4).peak >= base + (role != "colocate")
+    more = {"draft_layers": 6, "block_size": 24, "anchor_chunk": 1024}
+    for field, value in more.items():
+        assert (estimate(q, role, **{field: value}).peak > base) == (role != "target"), field
+
+
+def test_memory_follows_the_chunk_and_not_the_budget(folders):
+    """Four times the budget, at the same chunk, costs a drafter of an 8B target less than 1.35 times."""
+    q = question(folders["qwen3-8b"], "--token-budget", 12288, "--anchors", 3072, "--anchor-chunk", 1536)
+    four = question(folders["qwen3-8b"], "--token-budget", 49152, "--anchor-chunk", 1536)
+    assert four.config.anchors == 4 * q.config.anchors
+    assert estimate(q, "drafter").peak < estimate(four, "drafter").peak < 1.35 * estimate(q, "drafter").peak
+    assert estimate(four, "drafter").peak < 60 * memory.GIB
+
+
+def test_logits_are_counted_by_anchors_block_and_vocabulary(folders):
+    """Case 12: one part of the logits, its gradient and the part before's; never all of them."""
+    q = question(folders["qwen3-8b"])
+    d = DrafterConfig.of(q.target, 5, 16, 5, 0)
+    _, few = d.chunk_moments(4, 8192)["loss"]
+    assert few == 2 * 2 * 4 * 15 * d.vocab + 2 * 2 * 4 * 15 * d.hidden
+    _, many = d.chunk_moments(2048, 8192)["loss"]
+    rows, _ = model.ChunkedCrossEntropy.rows(2048 * 15, d.vocab)
+    assert many == 3 * 2 * rows * d.vocab + 2 * 2 * 2048 * 15 * d.hidden
+    assert rows * d.vocab <= model.ChunkedCrossEntropy.ELEMENTS < 2 * rows * d.vocab
+
+
+@pytest.mark.parametrize("total", [1, 7, 100, 101])
+def test_parts_of_the_logits_are_what_the_loss_uses(monkeypatch, total):
+    monkeypatch.setattr(model.ChunkedCrossEntropy, "ELEMENTS", 25 * 11)
+    seen = []
+
+    def rows(logits, labels, weights):
+        seen.append(len(logits))
+        return model.cross_entropy_rows(logits, labels, weights)
+
+    h = torch.randn(total, 4, requires_grad=True)
+    model.ChunkedCrossEntropy.apply(h, torch.randn(11, 4), torch.zeros(total).long(), torch.ones(total), rows)
+    expected, together = model.ChunkedCrossEntropy.rows(total, 11)
+    assert max(seen) == expected <= 25 and sum(seen) == total and (len(seen) > 1) == (together == 3)
+
+
+# ---------------------------------------------------------------------------------------------------------
+# Budgets
+
+
+@pytest.mark.parametrize("most", [0, 1, 127, 128, 129, 1000, 4096])
+def test_search_is_a_scan(most):
+    for limit in range(0, 1500, 37):
+        scanned = max((n for n in range(0, most + 1, 128) if n <= limit), default=0)
+        assert memory.search(lambda n, limit=limit: n <= limit, 128, most) == scanned
+
+
+@pytest.mark.parametrize("card", ["24GB", "80GB", "141GB"])
+@pytest.mark.parametrize("name", ["smollm2-135m", "qwen3-8b"])
+def test_the_largest_budget_fits_and_the_next_does_not(folders, name, card):
+    q, have = question(folders[name]), memory.parse_memory(card)
+    for role in memory.ROLES:
+        budget = memory.largest_token_budget(q.resolved, q.target, role, q.ranks, have)
+        for tokens in (budget, budget + 128) if budget < memory.MOST_TOKENS else (budget,):
+            fits = (
+                memory.estimate(q.resolved(tokens), q.target, role, q.ranks).peak <= have if tokens else True
+            )
+            assert fits == (tokens == budget), (role, tokens)
+
+
+def test_the_largest_chunk_fits_and_the_next_does_not(folders):
+    q = question(folders["qwen3-8b"], "--token-budget", 49152)
+    have = 60 * memory.GIB
+    chunk = memory.largest_anchor_chunk(q.config, q.target, "drafter", q.ranks, have)
+    assert 0 < chunk < q.config.anchors
+    for n in (chunk, chunk + 16):
+        again = question(folders["qwen3-8b"], "--token-budget", 49152, "--anchor-chunk", n)
+        assert (estimate(again, "drafter").peak <= have) == (n == chunk)
+
+
+@pytest.mark.parametrize(
+    "text, gib",
+    [("96GB", 96 * 0.99), ("96", 96 * 0.99), ("80GiB", 80), ("1024MiB", 1), ("0.5 gib", 0.5)],
+)
+def test_cards(text, gib):
+    assert memory.parse_memory(text) == int(gib * 2**30)
+
+
+# ---------------------------------------------------------------------------------------------------------
+# The script
+
+
+def run_script(capsys, *argv: object) -> tuple[int, str, str]:
+    code = memory.main([str(a) for a in argv])
+    said = capsys.readouterr()
+    return code, said.out, said.err
+
+
+STORY = "--token-budget 49152 --max-batch-size 64 --ranks 8 --drafters 3".split()
+
+
+def test_the_known_story_gets_a_verdict(capsys, folders, tmp_path):
+    """8B target, 8 cards of 96 GB, three of them drafting: with chunks it fits; in one chunk it does not."""
+    file, target = tmp_path / "memory.json", ("--target", folders["qwen3-8b"], "--gpu-memory", "96GB", *STORY)
+    code, out, _ = run_script(capsys, *target, "--json", file)
+    assert code == 0 and "[ok] drafter  fits" in out and "[ok] target  fits" in out
+    code, out, _ = run_script(capsys, *target, "--anchor-chunk", 12288, "--json", file)
+    assert (
+        code == 1 and "[FAIL] drafter  does not fit" in out and out.splitlines()[-1].startswith("NOT READY")
+    )
+    roles = json.loads(file.read_text())["roles"]
+    assert set(roles) == set(memory.ROLES)
+    for role in roles.values():
+        assert {"peak_gib", "headroom_gib", "largest_token_budget"} <= role.keys()
+        assert role["peak_gib"] + role["headroom_gib"] == pytest.approx(96 * 0.99, abs=1e-6)
+    assert roles["drafter"]["headroom_gib"] < 0 < roles["target"]["headroom_gib"]
+    fixes = [line for line in out.splitlines() if "train.py" in line]
+    assert len(fixes) == 2 and all("--drafters 3" in line for line in fixes)
+    for fix in fixes:  # each proposed launch fits by the same estimate
+        flags = re.search(r"train.py (.*?)(  #|$)", fix)[1].split()
+        again = memory.Question(flags, 8, 1)
+        assert estimate(again, "drafter").peak <= memory.parse_memory("96GB")
+
+
+def test_seventy_billion_from_a_config_alone(capsys, folders):
+    path = folders["llama-70b"] + "/config.json"
+    code, out, _ = run_script(capsys, "--target", path, "--gpu-memory", "80GB", "--ranks", 8)
+    assert "target weights" in out and code == 1  # 78 layers of bf16 are more than this card
+    assert "[FAIL] target  does not fit" in out and "largest --token-budget 0" in out
+
+
+def test_the_built_in_target_fits_this_machine(capsys, tmp_path):
+    code, out, _ = run_script(capsys, "--png", tmp_path / "memory.png")
+    assert code == 0 and "[ok] drafter" in out and "[ok] target" in out
+    assert (tmp_path / "memory.png").read_bytes()[:4] == b"\x89PNG"
+
+
+def test_little_headroom_is_a_warning(capsys, folders):
+    q = question(folders["qwen3-8b"], ranks=1)
+    card = f"{estimate(q, 'colocate').peak / memory.MIB + 100:.0f}MiB"
+    code, out, _ = run_script(capsys, "--target", folders["qwen3-8b"], "--ranks", 1, "--gpu-memory", card)
+    assert code == 0 and "[warn] colocate  fits, but only 0.1 GiB" in out and "fix: torchrun" in out
+    more = ("--headroom", "5")
+    code, out, _ = run_script(
+        capsys, "--target", folders["qwen3-8b"], "--ranks", 1, "--gpu-memory", card, *more
+    )
+    assert code == 1 and "[FAIL] colocate" in out
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU to compare with")
+def test_without_a_card_it_asks_for_one(capsys, folders):
+    code, out, _ = run_script(capsys, "--target", folders["qwen3-8b"])
+    assert code == 0 and "[skip]" in out and "--gpu-memory" in out
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [("--token-budget", "100"), ("--no-such",), ("--target", "/nowhere"), ("--headroom", "100")],
+)
+def test_usage_errors_are_one_line(capsys, flags):
+    code, _, err = run_script(capsys, *flags)
+    assert code == 2 and len(err.splitlines()) == 1 and err.startswith("diagnose.memory: ")
+
+
+# ---------------------------------------------------------------------------------------------------------
+# In training
+
+
+CARD = "train.device_memory = lambda world: 600 * 2**20"
+
+
+def test_a_hopeless_launch_is_refused_before_anything_is_loaded(launcher, small, tmp_path):
+    plant = CARD + "\ntrain.Target.load = train.model.load_embedding_and_head = None"  # would crash
+    ended = launcher.run(2, tmp_path / "run", *small, plant=plant)
+    assert ended.codes == [2, 2] and "Traceback" not in ended.text
+    (line,) = [line for line in ended.text.splitlines() if line.startswith("train.py:")]
+    assert re.search(
+        r"--token-budget 256: a drafter rank needs [\d.]+ GiB \(.+\), its GPU has 0.6 GiB: "
+        r"no --token-budget fits: .+ or --ignore-headroom",
+        line,
+    )
+    assert not (tmp_path / "run").exists()
+
+
+def test_the_refusal_names_budgets_that_fit(folders):
+    q = question(folders["qwen3-8b"], "--token-budget", 49152, "--anchor-chunk", 12288, ranks=8)
+    for role in memory.roles_of(q.config.layout):
+        have = memory.parse_memory("40GB") if role == "drafter" else estimate(q, role).peak - 1
+        line = memory.refusal(q.resolved, q.config, q.target, role, 8, have)
+        assert line.startswith(f"--token-budget 49152: a {role} rank needs ") and "\n" not in line
+        flags = re.findall(r"(--token-budget|--anchor-chunk) (\d+)", line)[1:]
+        assert len(flags) == (2 if role == "drafter" else 1)
+        for flag in flags:
+            given = {"--token-budget": 49152, "--anchor-chunk": 12288} | {flag[0]: flag[1]}
+            again = question(folders["qwen3-8b"], *(x for pair in given.items() for x in pair), ranks=8)
+            assert estimate(again, role).peak <= have
+    assert not memory.refusal(q.resolved, q.config, q.target, "target", 8, 2**60)
+
+
+FAULTS = "--drafters 2 --batches-per-step 2 --steps 6 --save-every 2 --eval-every 100".split()
+OUT = "raise train.torch.OutOfMemoryError('CUDA out of memory. Tried to allocate 1.50 GiB. GPU 0 has ...')"
+PLACES = {
+    "target": ("train.Job.make_features", "RANK == 2 and args[1].index == 11", "rank 2 (target)"),
+    "drafter": ("train.accumulate", "RANK == 1 and args[2].index == 7", "rank 1 (drafter)"),
+    "gate": ("train.accumulate", "RANK == 0 and args[4:] == () and more.get('sync')", "rank 0 (drafter)"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_an_out_of_memory_error_ends_all_ranks_with_one_message(launcher, small, place, tmp_path):
+    """Case 15: who, what it held by category, and the budget that would fit; the last checkpoint is whole."""
+    where, when, who = PLACES[place]
+    plant = f"real = {where}\ndef planted(*args, **more):\n    if {when}:\n        {OUT}\n"
+    plant += f"    return real(*args, **more)\n{where} = planted"
+    ended = launcher.run(3, tmp_path / "run", *small, "--token-budget", 512, *FAULTS, plant=plant)
+    assert set(ended.codes) == ({2} if place == "gate" else {1}) and ended.seconds < 30
+    (line,) = [
+        line for line in ended.text.splitlines() if f"{who} ran out of memory" in line and "train.py:" in line
+    ]
+    phase = "before the first step" if place == "gate" else "in training"
+    assert f"{who} ran out of memory {phase} (1.50 GiB more were asked for): on paper " in line
+    parts = ("target weights", "features", "target activations")
+    for part in (
+        parts if place == "target" else ("weights", "gradients", "moments", "features", "activations")
+    ):
+        assert re.search(rf"\b{part} [\d.]+ [GM]iB", line), part
+    assert re.search(r"--token-budget (\d+)|no --token-budget fits", line)
+    assert who in ended.status()["why"]
+    if place != "gate":
+        assert "Traceback" not in ended.text
+        assert int(checkpoint.checkpoints(ended.folder)[-1].name[5:]) >= 2
+
+
+def test_other_errors_keep_their_traceback():
+    assert memory.is_out_of_memory(torch.OutOfMemoryError("CUDA out of memory"))
+    assert memory.is_out_of_memory(
+        RuntimeError("NCCL error: unhandled cuda error, Cuda failure 2 'out of memory'")
+    )
+    assert not memory.is_out_of_memory(RuntimeError("connection reset by peer"))
+    assert not memory.is_out_of_memory(MemoryError("out of memory"))
+
+
+def test_the_flag_overrides(monkeypatch):
+    class World:
+        role, size = "drafter", 2
+
+    q = question()
+    monkeypatch.setattr(train, "device_memory", lambda world: 1)
+    with pytest.raises(ValueError, match="a drafter rank needs"):
+        train.refuse_hopeless(q.config, q.target, World, q.resolved)
+    train.refuse_hopeless(dataclasses.replace(q.config, ignore_headroom=True), q.target, World, q.resolved)
+    assert (
+        train.parse_flags(["--ignore-headroom"]).ignore_headroom and not train.parse_flags([]).ignore_headroom
+    )
+    monkeypatch.setattr(train, "device_memory", lambda world: 0)  # no GPU: nothing to check
+    train.refuse_hopeless(q.config, q.target, World, q.resolved)
+
+
+def test_paper_needs_only_a_config(folders):
+    assert TargetConfig.from_folder(TINY).parameters(6, head=True) < 1.2e6
+    for name in SHAPES:
+        q = question(folders[name])
+        assert estimate(q, "drafter").moment in memory.peaks(q.config, q.target, "drafter", q.ranks)
