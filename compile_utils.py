@@ -1,5 +1,10 @@
 """One compile for the whole job: the cache folder, the gate, the recompile guard and portable bundles.
 
+    python compile_utils.py save FILE [--compile-cache DIR]     # this build's cache as one file
+    python compile_utils.py load FILE [--compile-cache DIR]     # into another node's cache, before its start
+
+In train.py:
+
     cache = use_cache(None)                       # before anything compiles, on the main thread
     layer = compile(DrafterLayer.forward, name="drafter layer")
     report = gate(warm_up, role="drafter", leader=0, control=group, store=store, key="step", ...)
@@ -14,6 +19,7 @@ leader of each (node, role) compiles first, and its peers read what it wrote.
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import dataclasses
 import datetime
@@ -1094,29 +1100,32 @@ def load_bundle(path: str | Path, cache: CacheInfo | None = None) -> BundleInfo:
 
 
 def send_bundle(
-    *, control: dist.ProcessGroup, leaders: list[int], source: int = 0, part: int = 64 * MIB
+    *, control: dist.ProcessGroup, leaders: list[int], source: int = 0, shape: str = "", part: int = 64 * MIB
 ) -> str:
     """The cache of rank `source` to the other nodes' leaders; every rank of the world calls this.
 
-    Receivers look at the header first and the payload is sent only when one of them wants it. Returns what
-    happened on this rank: "sent", "added ...", "refused ...", "not needed".
+    Receivers first look at what the source has warm (at `shape` alone where it is given, "KEY SOURCE" as in
+    the manifest); nothing is packed or sent unless one of them lacks it. Returns what happened on this rank:
+    "sent", "added ...", "refused ...", "not needed".
     """
     _main_thread_only("send_bundle")
     rank, cache = dist.get_rank(), _need_cache()
+    warm = [s for s in read_manifest(cache.manifest).get("warm", {}) if s == (shape or s)]
+    box: list = [(cache.fingerprint, warm)]
+    dist.broadcast_object_list(box, src=source, group=control)
+    answer = _want(*box[0], cache) if rank in leaders and rank != source else "not needed"
+    answers: list = [None] * dist.get_world_size(control)
+    dist.all_gather_object(answers, answer, group=control)
+    if "wanted" not in answers:
+        return answer
     path = cache.folder.parent / f".bundle-{os.getpid()}.tar.gz"
     try:
-        box: list = [None]
-        if rank == source:
-            info = save_bundle(path, cache)
-            box = [(info.fingerprint, sorted(info.warm), path.stat().st_size)]
+        content, problem = _pack(path, cache) if rank == source else (b"", "")
+        box = [(len(content), problem)]
         dist.broadcast_object_list(box, src=source, group=control)
-        answer = _want(box[0], cache) if rank in leaders and rank != source else "not needed"
-        answers: list = [None] * dist.get_world_size(control)
-        dist.all_gather_object(answers, answer, group=control)
-        if "wanted" not in answers:
-            return answer
-        size = box[0][2]
-        content = path.read_bytes() if rank == source else b""
+        size, problem = box[0]
+        if problem:
+            return f"refused: rank {source} cannot pack its cache: {problem}"
         received = io.BytesIO()
         for lo in range(0, size, part):
             chunk = torch.empty(min(part, size - lo), dtype=torch.uint8)
@@ -1126,12 +1135,29 @@ def send_bundle(
             if answer == "wanted":
                 received.write(chunk.numpy().tobytes())
         if answer == "wanted":
-            write_beside(path, received.getvalue())
-            return load_bundle(path, cache).note
+            return _unpack(path, received.getvalue(), cache)
         return "sent" if rank == source else answer
     finally:
         with contextlib.suppress(FileNotFoundError):
             path.unlink()
+
+
+def _pack(path: Path, cache: CacheInfo) -> tuple[bytes, str]:
+    """(the bundle, why there is none): the others are told rather than left waiting for it."""
+    try:
+        save_bundle(path, cache)
+        return path.read_bytes(), ""
+    except OSError as error:
+        return b"", f"{error}"
+
+
+def _unpack(path: Path, content: bytes, cache: CacheInfo) -> str:
+    """A rank that cannot take the bundle says so and compiles for itself."""
+    try:
+        write_beside(path, content)
+        return load_bundle(path, cache).note
+    except (BundleError, OSError) as error:
+        return f"refused: {error}"
 
 
 def _relocated(target: Path, content: bytes) -> bytes:
@@ -1143,8 +1169,7 @@ def _relocated(target: Path, content: bytes) -> bytes:
     return json.dumps({"child_paths": {n: str(target.parent / file) for n, file in names.items()}}).encode()
 
 
-def _want(header: tuple, cache: CacheInfo) -> str:
-    theirs, warm, _ = header
+def _want(theirs: dict[str, str], warm: list[str], cache: CacheInfo) -> str:
     other = fingerprint_difference(theirs, cache.fingerprint)
     if other:
         return f"refused: another build ({other})"
@@ -1215,3 +1240,41 @@ def _read_members(path: Path, header: dict) -> dict[str, bytes]:
     if found.keys() != header["files"].keys():
         raise BundleError(f"bundle {path} lacks files of its own list. Fix: delete it and save it again")
     return found
+
+
+def main(argv: list[str] | None = None) -> int:
+    """The two commands of the docstring. Exit 2 with one line when it cannot be done."""
+    parser = argparse.ArgumentParser(
+        prog="compile_utils.py",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("command", choices=("save", "load"))
+    parser.add_argument("file", help="the bundle: one file, for nodes with this torch, GPU and Python")
+    parser.add_argument("--compile-cache", metavar="DIR", help="as for train.py (~/.cache/blockdraft)")
+    args = parser.parse_args(argv)
+    try:
+        print(_command(args.command, args.file, args.compile_cache))
+    except (CacheError, BundleError, OSError) as error:
+        print(f"compile_utils.py: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def _command(command: str, file: str, folder: str | None) -> str:
+    build = (Path(folder).expanduser().absolute() if folder else default_root()) / build_name()
+    if command == "save" and not any((build / part).is_dir() for part in ("inductor", "triton")):
+        raise CacheError(f"{build}: nothing compiled by this build yet. Fix: start train.py once")
+    cache = use_cache(folder)
+    info = save_bundle(file, cache) if command == "save" else load_bundle(file, cache)
+    if info.fingerprint != cache.fingerprint:
+        raise BundleError(f"{info.path}: {info.note}")
+    shapes = ", ".join(sorted(info.warm)) or "none noted"
+    size = f"{info.files} files, {info.bytes / MIB:.1f} MiB"
+    done = info.note if command == "save" else f"{info.note} to {cache.folder}"
+    return f"{info.path}: {done}; {size}; warm shapes: {shapes}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -848,6 +848,7 @@ def gate(job: Job) -> None:
     d = job.drafter_config
     shape = (d.hidden, d.intermediate, d.heads, d.kv_heads, d.head_dim, d.vocab)
     key = f"T{c.token_budget} A{c.anchor_chunk} B{d.block_size} {shape} {job.dtype}"
+    share_cache(job, f"{key} {source}", say)
     try:
         compile_utils.gate(
             work,
@@ -862,6 +863,19 @@ def gate(job: Job) -> None:
     except compile_utils.GateError as error:  # the rank that failed has shown its traceback
         raise UserError(f"{error}") from None
     compile_utils.freeze()  # from here on a recompile is an error
+
+
+def share_cache(job: Job, shape: str, say: typing.Callable[[str], None]) -> None:
+    """No cache folder in common: where node 0 is warm and another node is not, that leader gets a copy."""
+    world = job.world
+    if world.nodes == 1:
+        return
+    leaders = [node * world.per_node for node in range(world.nodes)]
+    note = compile_utils.send_bundle(control=world.setup, leaders=leaders, shape=shape)
+    notes = world.gather(note)
+    for rank in leaders[1:]:
+        if notes[rank] != "not needed":
+            say(f"gate: compile cache of rank 0 for rank {rank}: {notes[rank]}")
 
 
 def warm_up(job: Job) -> typing.Callable[[], None]:

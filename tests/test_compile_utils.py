@@ -715,6 +715,97 @@ def test_the_leaders_bundle_reaches_the_other_nodes_leaders_only(tmp_path):
     assert not list(tmp_path.rglob(".bundle-*"))
 
 
+def test_nothing_is_packed_when_the_shape_of_the_run_is_warm_everywhere(tmp_path):
+    def body(rank, store):
+        cache = fake_cache(tmp_path / str(rank) / "b", 1, ("a s", "b s") if rank == 0 else ("a s",))
+        compile_utils._cache = cache
+        compile_utils.save_bundle = None  # would raise
+        say(note=compile_utils.send_bundle(control=dist.group.WORLD, leaders=[0, 1], shape="a s"))
+
+    results = fork_world(body, 2, tmp_path)
+    assert [r[1][0]["note"] for r in results] == ["not needed"] * 2, results
+
+
+def test_a_bundle_that_cannot_be_packed_or_taken_leaves_nobody_waiting(tmp_path):
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    def body(rank, store):
+        for broken in ("save_bundle", "load_bundle"):
+            compile_utils._cache = fake_cache(tmp_path / broken / f"{rank}", 1 - rank, ("a s",) * (1 - rank))
+            healthy = getattr(compile_utils, broken)
+            setattr(compile_utils, broken, full)
+            say(note=compile_utils.send_bundle(control=dist.group.WORLD, leaders=[0, 1]))
+            setattr(compile_utils, broken, healthy)
+
+    results = fork_world(body, 2, tmp_path)
+    assert [r[0] for r in results] == [0, 0], results
+    notes = [[one["note"] for one in r[1]] for r in results]
+    assert all(n[0].startswith("refused: rank 0 cannot pack its cache: [Errno 28]") for n in notes), notes
+    assert notes[0][1] == "sent" and notes[1][1].startswith("refused: [Errno 28] No space")
+
+
+def test_a_job_on_two_nodes_with_folders_of_their_own_shares_what_node_0_has(launcher, small, tmp_path):
+    """Two ranks that believe to be a node each; node 0 is warm for whatever this run asks."""
+    plant = f"""
+import os, sys, compile_utils
+os.environ |= {{"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}}
+sys.argv += ["--compile-cache", f"{tmp_path}/node{{RANK}}"]
+real = train.share_cache
+def share(job, shape, say):
+    if RANK == 0:
+        cache = compile_utils._cache
+        (cache.folder / "inductor" / "entry").write_bytes(b"compiled")
+        compile_utils.record_warm(cache, *shape.rsplit(" ", 1), seconds=1.0)
+    real(job, shape, say)
+train.share_cache = share
+"""
+    flags = [*small, "--layout", "colocate", "--steps", "1", "--eval-every", "9", "--save-every", "9"]
+    result = launcher.run(2, tmp_path / "run", *flags, plant=plant).good()
+    said = "gate: compile cache of rank 0 for rank 1: added 1 of 1 files"
+    assert said in result.out[0] and said not in result.out[1]
+    [entry] = (tmp_path / "node1").glob("*/inductor/entry")
+    assert entry.read_bytes() == b"compiled"
+    assert len(compile_utils.read_manifest(entry.parents[1] / "manifest.json")["warm"]) == 1
+
+
+def test_bundles_by_command(tmp_path, own_cache, capsys):
+    """The docstring's two commands, as a user types them: what they say, and one line when they cannot."""
+    bundle, folders = tmp_path / "cache.bundle", [str(tmp_path / name) for name in ("one", "two")]
+    fake_cache(Path(folders[0]) / compile_utils.build_name()).root.chmod(0o700)
+
+    def run(command: str, folder: str, file: Path = bundle) -> tuple[int, str]:
+        code = compile_utils.main([command, str(file), "--compile-cache", folder])
+        out, err = capsys.readouterr()
+        assert (out + err).count("\n") == 1 and bool(err) == bool(code)
+        return code, out + err
+
+    assert "start train.py once" in run("save", folders[1])[1] and not Path(folders[1]).exists()
+    assert "No such file" in run("load", folders[1])[1]
+    assert run("save", folders[0], tmp_path / "no such folder" / "b")[0] == 2
+    code, said = run("save", folders[0])
+    assert code == 0 and "saved; 4 files" in said and "warm shapes: a s" in said
+    code, said = run("load", folders[1])
+    assert code == 0 and "added 4 of 4 files" in said
+    assert len(list(Path(folders[1]).glob("*/inductor/fxgraph/ab/*/entry"))) == 2
+    (bundle := tmp_path / "text").write_text("mine")
+    assert run("save", folders[0], bundle)[0] == 2 and bundle.read_text() == "mine"
+    other = tmp_path / "other"
+    cache = fake_cache(tmp_path / "three" / "b")
+    cache.fingerprint["gpu"] = "another GPU"
+    compile_utils.save_bundle(other, cache)
+    for command in ("save", "load"):
+        code, said = run(command, folders[0], other)
+        assert code == 2 and "another" in said
+
+
+@pytest.mark.parametrize("argv", [[], ["save"], ["send", "x"], ["save", "x", "--cache", "y"]], ids=str)
+def test_bundle_usage_errors_exit_2(argv, capsys):
+    with pytest.raises(SystemExit) as stop:
+        compile_utils.main(argv)
+    assert stop.value.code == 2
+
+
 # ---------------------------------------------------------------------------------------------------------
 # Where nothing compiles
 
