@@ -2,27 +2,36 @@
 
     python -m diagnose.memory [--target DIR] [--ranks 8] [--gpu-memory 96GB] [flags of train.py]  # on paper
     python -m diagnose.memory --target DIR --png memory.png              # stacked bars against the card
+    torchrun --nproc_per_node=8 -m diagnose.memory --measure --target DIR [flags of train.py]  # on the GPUs
+    python -m diagnose.memory --measure --random-weights --role drafter --target DIR  # config.json alone
+    python -m diagnose.memory --suite                                    # a dozen shapes measured on one GPU
 
 On paper: from config.json alone and without a GPU, what each role holds at its largest moment: drafter,
 target, and a rank that is both (colocate). The verdict is about the roles of the layout that train.py would
 choose. A card of 96GB is taken as 96 GiB less 1%, which is what a driver leaves of it; GiB and MiB are exact.
+
+Measured: train.py's own loops on the worst batches there can be (full, every anchor valid, documents of the
+largest length), two steps with their optimizer, evaluations and transfers, read from the device and from the
+allocator on every rank, next to the estimate.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import json
 import os
 import re
 import shlex
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 
 if not __package__:  # python diagnose/memory.py: same imports as python -m diagnose.memory
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from diagnose.report import Finding, Report, add_arguments, fail, ok, skip, warn
+from diagnose.report import Finding, Report, add_arguments, fail, ok, skip, warn, write_json
 from model import TILE, DrafterConfig, TargetConfig
 
 GIB, MIB = 2**30, 2**20
@@ -240,6 +249,331 @@ def ran_out(
     )
 
 
+# ---------------------------------------------------------------- measured
+
+
+class WorstCase:
+    """In place of train.Batches: full rows of documents of the largest length, all of it supervised."""
+
+    def __init__(self, c, t: TargetConfig):
+        import numpy as np
+
+        self.c, self.vocab = c, t.vocab
+        ends = list(range(c.max_length, c.token_budget, c.max_length))[: c.max_batch_size - 1]
+        bounds = [0, *ends, min(c.token_budget, c.max_length * (len(ends) + 1))]
+        self.bounds = np.array(bounds + [c.token_budget] * (c.max_batch_size + 2 - len(bounds)), np.int32)
+        self.documents = len(bounds) - 1
+        self.facts = {
+            "batches": c.steps * c.batches_per_step,
+            "eval_batches": c.drafters,
+            "mask_token": 4 if c.mask_token_id < 0 else c.mask_token_id,
+            "sources": ["worst case"],
+            "about": "the worst batches there can be",
+            "note": "",
+        }
+
+    def batch(self, index: int, supervised: int):
+        """Its first `supervised` tokens can be anchors; random tokens, so that no product is special."""
+        import numpy as np
+        import torch
+
+        import data
+
+        tokens = data.empty_batch(index, self.c.token_budget, self.c.max_batch_size, self.c.anchors)
+        at = np.arange(self.c.token_budget)
+        doc = np.searchsorted(self.bounds[1 : self.documents + 1], at, side="right")
+        real = doc < self.documents
+        first = self.bounds[np.minimum(doc, self.documents - 1)]
+        doc = np.where(real, doc, -1).astype(np.int32)
+        mask = real & (at < supervised)
+        valid = np.flatnonzero(data.valid_anchors(mask, doc))[: self.c.anchors]
+        tokens.anchors_A[: len(valid)] = torch.from_numpy(valid)
+        random = np.random.default_rng(index)
+        tokens.tokens_T = torch.from_numpy(random.integers(min(5, self.vocab - 1), self.vocab, len(at)))
+        tokens.positions_T = torch.from_numpy(np.where(real, at - first, 0))
+        tokens.doc_T, tokens.mask_T = torch.from_numpy(doc), torch.from_numpy(mask)
+        tokens.cu_seqlens = torch.from_numpy(self.bounds)
+        tokens.source_D[: self.documents] = 0
+        return tokens
+
+    def train(self, b: int):
+        return self.batch(b, self.c.token_budget)
+
+    def evaluation(self, j: int):
+        """Two chunks are enough: a third one would need no more."""
+        return self.batch(j, 2 * self.c.anchor_chunk + 1)
+
+
+class Alone:
+    """Both ends of the stream for a role without its peer: `depth` buffers in turn, nothing sent."""
+
+    def __init__(self, job):
+        import stream
+
+        self.job, self.waits, self.turn = job, stream.Waits(job.device), 0
+        self.buffers = stream.Buffers(job.shapes, job.c.depth, job.device).all
+
+    def buffer(self):
+        self.turn += 1
+        return self.buffers[self.turn % len(self.buffers)]
+
+    def train(self, b: int):
+        return self.job.batches.train(b), self.buffer()
+
+    def evaluation(self, j: int):
+        return self.job.batches.evaluation(j), self.buffer()
+
+    def nothing(self, *_) -> None:
+        pass
+
+    announce = release = send = close = nothing
+
+
+def use_random_weights() -> None:
+    """Let train.py's loading make weights up, on the device: a config.json is then enough."""
+    import torch
+
+    import model
+
+    def target(folder, device, dtype, layers=None, head=True, progress=False):
+        with torch.device("meta"):
+            made = model.Target(TargetConfig.from_folder(folder), layers, head)
+        made = made.to(dtype).to_empty(device=device).requires_grad_(False).eval()
+        for p in made.parameters():
+            p.normal_(std=0.02)
+        return made
+
+    def tables(folder, device, dtype):
+        t = TargetConfig.from_folder(folder)
+        made = [torch.empty(t.vocab, t.hidden, device=device, dtype=dtype).normal_(std=0.02)]
+        made += [] if t.tied else [made[0].clone()]
+        return made[0], made[-1]
+
+    model.Target.load, model.load_embedding_and_head = staticmethod(target), tables
+    model.Drafter._reset = lambda self, seed: None  # torch's own initial weights do
+
+
+def measure(q: Question, role: str, random_weights: bool, compile_only: bool = False) -> list[dict]:
+    """Run the worst case on this rank and tell what every rank held; `role` alone on one rank, or empty."""
+    import torch
+
+    import compile_utils
+    import stream
+    from world import Ending, World
+
+    train, ranks = q.train, int(os.environ.get("WORLD_SIZE", 1))
+    c = dataclasses.replace(q.config, steps=2, eval_every=2, save_every=1 << 30)
+    ending, world = Ending(), World(c.layout, c.drafters)
+    world.join(c.device, allow_cpu=q.built_in)
+    ending.watch(world)
+    try:
+        compile_utils.use_cache(c.compile_cache or None)
+        if random_weights:
+            use_random_weights()
+        # The batches are made up and nothing is written; all the rest is what a run does.
+        train.Batches, train.checkpoint.RunFolder = WorstCase, lambda run: None
+        job = train.Job(c, q.target, world, ending, Path())
+        job.with_budget = q.resolved
+        if role:
+            world.drafts, world.runs_target = role != "target", role != "drafter"
+            world.role = role
+        with train.memory_explained(job):
+            job.load_models()
+            stream.warm_pairs(world)
+            train.gate(job)
+            if not compile_only:
+                run_loops(job, role)
+        found = world.gather(read_memory(job, role or role_name(world.role), ranks))
+        world.leave()
+    except Exception as error:  # every rank must end with it
+        code = train.end_badly(error, world, ending, None)
+        sys.stdout.flush()
+        os._exit(code)
+    finally:
+        torch.cuda.synchronize() if world.device.type == "cuda" else None
+    ending.finished()
+    return found
+
+
+def run_loops(job, role: str) -> None:
+    """train.py's own loops, with their real stream unless a role is alone."""
+    import stream
+    import train
+
+    if job.world.drafts:
+        feed = (
+            Alone(job)
+            if role == "drafter"
+            else train.Colocated(job)
+            if job.world.colocate
+            else train.Streamed(job)
+        )
+        train.run_drafter(job, feed, train.Pulse(job, feed.waits))
+    else:
+        sender = Alone(job) if role == "target" else stream.Sender(job.world, job.shapes, job.c.depth)
+        train.run_target(job, sender, train.Pulse(job, sender.waits))
+
+
+def read_memory(job, role: str, ranks: int) -> dict:
+    """Bytes at most: of the device (of the process, without a GPU), reserved, held by tensors; on paper."""
+    import resource
+
+    import torch
+
+    cuda = job.device.type == "cuda"
+    paper = estimate(job.c, job.t, role, ranks, 2 if cuda else 4)
+    outside = ("allocator", "CUDA and NCCL")
+    found = {"name": job.world.name(), "role": role, "moment": paper.moment, "paper": paper.peak}
+    found["paper_tensors"] = paper.peak - sum(paper.parts[part] for part in outside)
+    found |= {
+        "budget": job.c.token_budget,
+        "chunk": job.c.anchor_chunk,
+        "device": 0,
+        "reserved": 0,
+        "tensors": 0,
+    }
+    if not cuda:
+        return found | {"device": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024}
+    torch.cuda.synchronize()
+    free, total = torch.cuda.mem_get_info()
+    found["reserved"], found["tensors"] = torch.cuda.max_memory_reserved(), torch.cuda.max_memory_allocated()
+    # What the allocator gave back when it was short counts as well: it was held.
+    return found | {"device": total - free - torch.cuda.memory_reserved() + found["reserved"]}
+
+
+def measured_row(name: str, m: dict) -> list:
+    off = m["paper"] - m["device"]
+    row = [name, m["role"], m["budget"], m["chunk"], m["paper"], m["device"], off]
+    row += [m["paper_tensors"], m["tensors"], m["reserved"] - m["tensors"], m["device"] - m["reserved"]]
+    return row[:4] + [value / GIB for value in row[4:]] + [f"{100 * off / m['device']:+.1f}%", m["moment"]]
+
+
+MEASURED = (
+    "", "role", "budget", "chunk", "paper", "device", "paper-device", "tensors, paper", "tensors", "holes",
+    "outside torch", "off", "moment",
+)  # fmt: skip
+
+
+def compare_measured(report: Report, rows: list[tuple[str, dict]]) -> None:
+    """Paper against measured. Good: never below, and within the larger of 5% and 300 MiB."""
+    report.table([measured_row(name, m) for name, m in rows], MEASURED, floatfmt=".2f")
+    report.extra["measured"] = [{"of": name} | m for name, m in rows]
+    for name, m in rows:
+        off, told = m["paper"] - m["device"], f"paper {said(m['paper'])}, measured {said(m['device'])}"
+        label = f"{name} {m['role']} {m['budget']}".strip()
+        near = max(0.05 * m["device"], 300 * MIB) if m["reserved"] else m["paper"]  # no GPU: an upper bound
+        if 0 <= off <= near:
+            report.add(label, ok(told))
+        else:
+            how = "below" if off < 0 else "far above"
+            fix = "python -m diagnose.memory --suite  # then set the constants of this file by its table"
+            report.add(label, warn(f"{told}: the estimate is {how} what was measured", fix))
+
+
+QWEN3 = {"architectures": ["Qwen3ForCausalLM"], "vocab_size": 151936, "head_dim": 128, "rope_theta": 1e6}
+QWEN3 |= {"max_position_embeddings": 40960, "num_key_value_heads": 8, "rms_norm_eps": 1e-6}
+
+
+def sized(base: dict, hidden: int, layers: int, heads: int, intermediate: int, tied: bool) -> dict:
+    sizes = {"hidden_size": hidden, "num_hidden_layers": layers, "num_attention_heads": heads}
+    return base | sizes | {"intermediate_size": intermediate, "tie_word_embeddings": tied}
+
+
+SMOLLM2 = {"architectures": ["LlamaForCausalLM"], "vocab_size": 49152, "num_key_value_heads": 3}
+SHAPES = {
+    "smollm2-135m": sized(SMOLLM2 | {"max_position_embeddings": 8192}, 576, 30, 9, 1536, True),
+    "qwen3-0.6b": sized(QWEN3, 1024, 28, 16, 3072, True),
+    "qwen3-4b": sized(QWEN3, 2560, 36, 32, 9728, True),
+    "qwen3-8b": sized(QWEN3, 4096, 36, 32, 12288, False),
+}
+SMOL = (
+    "--draft-layers 4 --block-size 8 --token-budget 8960 --anchors 2048 --max-batch-size 32 --max-length 2048"
+)
+SMALL, MIDDLE = "--token-budget 16384", "--token-budget 16384 --anchor-chunk 1024"
+SUITE = (  # those with the same shapes next to each other: the second finds the first one's compiled code
+    ("tiny", "colocate", ""),
+    ("smollm2-135m", "drafter", SMOL),
+    ("smollm2-135m", "target", SMOL),
+    ("smollm2-135m", "colocate", SMOL),
+    ("qwen3-0.6b", "drafter", SMALL),
+    ("qwen3-0.6b", "colocate", SMALL),
+    ("qwen3-4b", "drafter", MIDDLE),
+    ("qwen3-4b", "target", MIDDLE),
+    ("qwen3-4b", "colocate", MIDDLE),
+    ("qwen3-8b", "drafter", "--token-budget 49152"),
+    ("qwen3-8b", "target", SMALL),
+    ("qwen3-8b", "target", "--token-budget 49152"),
+    ("qwen3-8b", "colocate", "--token-budget 49152"),
+)
+
+
+def measured_child(flags: list[str], role: str, file: str, compile_only: bool) -> None:
+    """One configuration in a process of its own; what it says goes to a log next to its result."""
+    log = os.open(f"{file}.log", os.O_WRONLY | os.O_CREAT, 0o600)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    q = Question(flags, 1, 1)
+    found = measure(q, "" if role == "colocate" else role, not q.built_in, compile_only)
+    write_json(file, found[0])
+
+
+def run_suite(report: Report, only: str, cache: str) -> None:
+    """Measure each configuration of SUITE one after another; first compile all of them at the same time."""
+    import multiprocessing
+    import tempfile
+
+    processes = multiprocessing.get_context("forkserver")
+    processes.set_forkserver_preload(["model", "stream", "checkpoint", "compile_utils"])
+    with tempfile.TemporaryDirectory() as place:
+        jobs = []
+        for n, (name, role, flags) in enumerate(SUITE):
+            if only and only not in f"{name} {role}":
+                continue
+            folder = Path(place, name)
+            if name in SHAPES:
+                folder.mkdir(exist_ok=True)
+                (folder / "config.json").write_text(json.dumps(SHAPES[name]))
+            target = ["--target", str(folder)] if name in SHAPES else []
+            cached = ["--compile-cache", cache] if cache else []
+            jobs.append((name, role, [*target, *flags.split(), *cached], f"{place}/{n}.json"))
+
+        def start(job: tuple, compile_only: bool):
+            _, role, flags, file = job
+            child = processes.Process(target=measured_child, args=(flags, role, file, compile_only))
+            child.start()
+            return child
+
+        first = {}  # one of each that compiles something
+        for name, role, flags, file in jobs:
+            if role != "target":
+                first.setdefault(" ".join(flags), (name, "drafter", flags, f"{file}.cold"))
+        begun = time.perf_counter()
+        for child in [start(job, True) for job in first.values()]:
+            child.join(150)
+        report.say(f"{len(first)} configurations compiled in {time.perf_counter() - begun:.0f} s")
+        rows = []
+        for job in jobs:
+            begun, child = time.perf_counter(), start(job, False)
+            child.join(120)
+            if child.is_alive():
+                child.kill()
+                child.join()
+            name, role, _, file = job
+            if Path(file).exists():
+                rows.append((name, json.loads(Path(file).read_text())))
+                report.say(f"{name} {role}: {time.perf_counter() - begun:.0f} s")
+            else:
+                log = Path(f"{file}.log")
+                last = (
+                    (log.read_text().strip().splitlines() or ["said nothing"])[-1]
+                    if log.exists()
+                    else "no log"
+                )
+                fix = f"python -m diagnose.memory --suite --only {shlex.quote(f'{name} {role}')}"
+                report.add(f"{name} {role}", fail(f"exit code {child.exitcode}: {last[:300]}", fix))
+    compare_measured(report, rows)
+
+
 # ---------------------------------------------------------------- the report
 
 
@@ -268,6 +602,17 @@ def parse(argv: list[str] | None) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--gpu-memory", type=parse_memory, metavar="96GB", help="default: this machine's GPU")
     parser.add_argument("--headroom", type=float, default=0.0, metavar="%", help="to leave free, percent (0)")
     parser.add_argument("--png", metavar="FILE", help="draw each role against the card")
+    parser.add_argument(
+        "--measure", action="store_true", help="run the worst case here, alone or under torchrun"
+    )
+    parser.add_argument(
+        "--role", choices=("drafter", "target"), default="", help="measure one role, on one rank"
+    )
+    parser.add_argument("--random-weights", action="store_true", help="measure from a config.json alone")
+    parser.add_argument(
+        "--suite", action="store_true", help="measure a dozen shapes, each in its own process"
+    )
+    parser.add_argument("--only", default="", metavar="TEXT", help="of the suite, those whose name has TEXT")
     add_arguments(parser)
     return parser.parse_known_args(argv)
 
@@ -427,14 +772,28 @@ def checks(report: Report, args=None) -> None:
 
 def main(argv: list[str] | None = None) -> int:
     args, flags = parse(argv)
-    report = Report("memory", args)
+    rank = int(os.environ.get("RANK", 0))
+    report = Report("memory", args, quiet=rank > 0)
     try:
+        if args.measure:
+            args.ranks = int(os.environ.get("WORLD_SIZE", 1))
+            args.nodes = args.ranks // int(os.environ.get("LOCAL_WORLD_SIZE", args.ranks))
+            if args.role and args.ranks > 1:
+                raise ValueError("--role: one role is measured on one rank: start it without torchrun")
         q = Question(flags, args.ranks, args.nodes)
         if not 0 <= args.headroom < 100:
             raise ValueError(f"--headroom {args.headroom:g}: a percentage, 0 to 99")
     except ValueError as error:
-        print(f"diagnose.memory: {error}", file=sys.stderr)
+        if rank == 0:
+            print(f"diagnose.memory: {error}", file=sys.stderr)
         return 2
+    if args.suite:
+        run_suite(report, args.only, q.asked.compile_cache)
+        return report.finish()
+    if args.measure:
+        found = measure(q, args.role, args.random_weights)
+        compare_measured(report, [(m["name"], m) for m in found])
+        return report.finish()
     try:
         have, size, words = machine(args.gpu_memory, q.built_in, q.ranks)
     except Finding as finding:
