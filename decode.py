@@ -370,7 +370,7 @@ class Engine:
         self.fast = {part: compile_utils.compile(part, name=part.__qualname__) for part in COMPILED}
 
     def use_chunks(self) -> None:
-        """From here on every pass has one shape: prompts are prefilled in chunks, whole caches attended to."""
+        """From here on every pass has one shape: prompts go in chunks, whole caches are attended to."""
         self.chunked, self.seen, self.prompt_Q = True, self.capacity, self.integers(1, CHUNK)
 
     @torch.no_grad()
@@ -588,7 +588,7 @@ def load_models(c: argparse.Namespace, device: torch.device, dtype: torch.dtype)
     load = checkpoint.load_drafter if (place / "state.json").is_file() else checkpoint.load_export
     drafter = load(place, folder, device, dtype).to(dtype).requires_grad_(False)
     target = Target.load(folder, device, dtype, progress=sys.stderr.isatty())
-    drafter.embedding, drafter.head = target.embed_tokens.weight, target.head_VH
+    drafter.embedding, drafter.head = target.embed_tokens.weight.detach(), target.head_VH.detach()
     return folder, place, target, drafter
 
 
