@@ -387,47 +387,7 @@ class Job:
 
 
 # ---------------------------------------------------------------------------------------------------------
-# Target ranks
-
-
-@torch.no_grad()
-def run_target(job: Job, sender: stream.Sender, pulse: "Pulse") -> None:
-    """Make the features of this rank's batches, in global order, and send each to the drafter it belongs
-    to.
-    """
-    if job.first_step == 0:
-        send_evaluation(job, sender)
-    for step in steps(job):
-        pulse.begin_step()
-        for b in job.step_batches(step):
-            if job.world.target_of(b) == job.world.rank:
-                batch = job.batches.train(b)
-                job.make_features(batch, sender.buffer())
-                sender.send(stream.TRAIN, batch)
-        pulse.end_step(step, {})
-        if job.evaluates(step):
-            send_evaluation(job, sender)
-    sender.close()
-
-
-def send_evaluation(job: Job, sender: stream.Sender) -> None:
-    for j in range(job.facts["eval_batches"]):
-        if job.world.target_of(j) == job.world.rank:
-            batch = job.batches.evaluation(j)
-            job.make_features(batch, sender.buffer())
-            sender.send(stream.EVAL, batch)
-
-
-def steps(job: Job) -> Iterator[int]:
-    """The steps still to do; ends where a stop was agreed on."""
-    step = job.first_step
-    while step < job.last_step:
-        step += 1
-        yield step
-
-
-# ---------------------------------------------------------------------------------------------------------
-# Drafter ranks
+# Where a drafter rank gets its batches
 
 
 class Streamed:
@@ -489,6 +449,46 @@ class Colocated:
     def evaluation(self, j: int) -> tuple[data.Batch, Tensor]:
         batch = self.job.batches.evaluation(j)
         return batch, self.job.make_features(batch, self.buffer)
+
+
+# ---------------------------------------------------------------------------------------------------------
+# The two roles
+
+
+def steps(job: Job) -> Iterator[int]:
+    """The steps still to do; ends where a stop was agreed on."""
+    step = job.first_step
+    while step < job.last_step:
+        step += 1
+        yield step
+
+
+@torch.no_grad()
+def run_target(job: Job, sender: stream.Sender, pulse: "Pulse") -> None:
+    """Make the features of this rank's batches, in global order, and send each to the drafter it belongs
+    to.
+    """
+    if job.first_step == 0:
+        send_evaluation(job, sender)
+    for step in steps(job):
+        pulse.begin_step()
+        for b in job.step_batches(step):
+            if job.world.target_of(b) == job.world.rank:
+                batch = job.batches.train(b)
+                job.make_features(batch, sender.buffer())
+                sender.send(stream.TRAIN, batch)
+        pulse.end_step(step, {})
+        if job.evaluates(step):
+            send_evaluation(job, sender)
+    sender.close()
+
+
+def send_evaluation(job: Job, sender: stream.Sender) -> None:
+    for j in range(job.facts["eval_batches"]):
+        if job.world.target_of(j) == job.world.rank:
+            batch = job.batches.evaluation(j)
+            job.make_features(batch, sender.buffer())
+            sender.send(stream.EVAL, batch)
 
 
 def run_drafter(job: Job, feed: Streamed | Colocated, pulse: "Pulse") -> None:
