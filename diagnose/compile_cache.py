@@ -22,6 +22,7 @@ import getpass
 import json
 import os
 import pickletools
+import shlex
 import shutil
 import stat
 import subprocess
@@ -41,7 +42,7 @@ MIB = 1 << 20
 STALE_S = 3600.0  # a temporary file older than this was left by a process that died
 PROBE_S = 900.0
 LOCKS = ("lock",)  # Triton's; Inductor's and ours end in .lock
-MINE = "python -m diagnose.compile_cache"
+MINE = ("python", "-m", "diagnose.compile_cache")
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -200,6 +201,15 @@ class Place:
     build: Path
     fix: bool
     mounts: Path = Path("/proc/mounts")
+    flags: tuple[str, ...] = ()  # what the user gave to name the folder and the run
+
+    def again(self, *more: str) -> str:
+        """This script's command for the same folder and run."""
+        return shlex.join([*MINE, *self.flags, *more])
+
+
+def q(path: Path) -> str:
+    return shlex.quote(str(path))
 
 
 def check_folders(place: Place, report: Report) -> Finding:
@@ -254,38 +264,40 @@ def check_owner(place: Place) -> list[Finding] | Finding:
     findings = []
     for folder in (place.root, place.build):
         if folder.is_symlink() and not folder.exists():
-            return fail(f"{folder} is a symbolic link to nothing", f"rm {folder}")
+            return fail(f"{folder} is a symbolic link to nothing", f"rm {q(folder)}")
         if not folder.exists():
             continue
         if not folder.is_dir():
-            return fail(f"{folder} is not a folder", f"mv {folder} {folder}.aside")
+            return fail(f"{folder} is not a folder", f"mv {q(folder)} {q(folder)}.aside")
         if folder.is_symlink() and folder == place.build:
-            return fail(f"{folder} is a symbolic link to {os.readlink(folder)}", f"rm {folder}")
+            return fail(f"{folder} is a symbolic link to {os.readlink(folder)}", f"rm {q(folder)}")
         problem = compile_utils.check_owner(folder)
         if problem and folder.stat().st_uid != os.geteuid():
-            return fail(problem, f"mv {folder} {folder}.theirs  # or: --compile-cache with another folder")
+            return fail(
+                problem, f"mv {q(folder)} {q(folder)}.theirs  # or: --compile-cache with another folder"
+            )
         if problem:
-            return fail(problem, f"chmod go-w {folder}  # delete it if somebody may have written to it")
+            return fail(problem, f"chmod go-w {q(folder)}  # delete it if somebody may have written to it")
     for parent in place.root.absolute().parents:
         if (
             parent.exists()
             and parent.stat().st_mode & stat.S_IWOTH
             and not parent.stat().st_mode & stat.S_ISVTX
         ):
-            findings.append(warn(f"anybody can replace folders in {parent}", f"chmod o-w {parent}"))
+            findings.append(warn(f"anybody can replace folders in {parent}", f"chmod o-w {q(parent)}"))
     if not place.build.exists():
         return findings or ok("the folder does not exist yet; it will be made owner-only")
     unsafe = scan(place.build).unsafe
     if unsafe:
         shown = "; ".join(f"{path} {why}" for path, why in unsafe[:3])
-        return [*findings, fail(f"{len(unsafe)} entries: {shown}", f"rm -r {place.build}")]
+        return [*findings, fail(f"{len(unsafe)} entries: {shown}", f"rm -r {q(place.build)}")]
     return findings or ok(f"{place.build} and all below it are yours alone")
 
 
 def check_mount(place: Place) -> Finding:
     point, kind = compile_utils.mount_of(place.root, place.mounts)
     if kind in compile_utils.NETWORK_FILE_SYSTEMS:
-        fix = "give --compile-cache a folder on a disk of the node"
+        fix = "df -hlT  # the disks of this node: give --compile-cache a folder on one of them"
         return warn(f"{place.root} lies on the network file system {kind} ({point})", fix)
     return ok(f"{kind} at {point}")
 
@@ -299,14 +311,14 @@ def check_space(place: Place) -> Finding:
     if free < 64 * MIB:
         return fail(
             f"only {free / MIB:.0f} MiB free at {folder}",
-            f"df -h {folder}; du -sh {place.root}/*; {MINE} --prune",
+            f"{place.again('--prune')}; df -h {q(folder)}; du -xsh {q(folder)}/* | sort -h | tail",
         )
     if found.f_files and inodes < 1000:
-        return fail(f"only {inodes} inodes free at {folder}", f"df -i {folder}; {MINE} --prune")
+        return fail(f"only {inodes} inodes free at {folder}", f"{place.again('--prune')}; df -i {q(folder)}")
     if free < 1024 * MIB or (found.f_files and inodes < 5000):
         return warn(
             f"{text}, {inodes} inodes: a cold start may need 1 GiB and 5000 files",
-            f"df -h {folder}; df -i {folder}",
+            f"df -h {q(folder)}; df -i {q(folder)}",
         )
     return ok(text + (f", {inodes} inodes" if found.f_files else ""), free_bytes=free, free_inodes=inodes)
 
@@ -317,7 +329,11 @@ def check_write(place: Place) -> Finding:
     try:
         compile_utils.check_write(folder)
     except compile_utils.CacheError as error:
-        return fail(str(error), f"df -h {folder}; ls -ld {folder}  # or give --compile-cache another folder")
+        point, _ = compile_utils.mount_of(folder, place.mounts)
+        fix = f"df -h {q(folder)}; df -i {q(folder)}; ls -ld {q(folder)}"
+        if os.statvfs(folder).f_flag & os.ST_RDONLY:
+            fix = f"sudo mount -o remount,rw {q(Path(point))}"
+        return fail(str(error), f"{fix}  # or give --compile-cache another folder")
     return ok(f"files can be written, renamed and locked in {folder}")
 
 
@@ -333,17 +349,17 @@ def check_manifest(place: Place) -> Finding:
     if not path.exists():
         if not any((place.build / part).is_dir() for part in ("inductor", "triton")):
             return ok("no cache of this build yet")
-        return warn(f"{path} is missing: nobody knows which shapes are warm", f"{MINE} --probe")
+        return warn(f"{path} is missing: nobody knows which shapes are warm", place.again("--probe"))
     found = compile_utils.read_manifest(path)
     if not found:
         why = broken(path) or "has another format"
         if place.fix:
             moved = quarantine(path, place.build)
-            return warn(f"{path} {why}: set aside as {moved.name}", "start the run: it writes a new one")
-        return fail(f"{path} {why}", f"{MINE} --fix")
+            return warn(f"{path} {why}: set aside as {moved.name}", place.again("--probe"))
+        return fail(f"{path} {why}", place.again("--fix"))
     other = compile_utils.fingerprint_difference(found.get("fingerprint", {}))
     if other:
-        return fail(f"{place.build} was filled by another build: {other}", f"rm -r {place.build}")
+        return fail(f"{place.build} was filled by another build: {other}", f"rm -r {q(place.build)}")
     return ok(f"{len(found['warm'])} warm shapes noted", warm=found["warm"])
 
 
@@ -357,11 +373,11 @@ def check_entries(place: Place) -> list[Finding] | Finding:
     for path, why in bad if place.fix else bad[:20]:
         if place.fix:
             moved = quarantine(path, place.build)
-            findings.append(warn(f"{path} {why}: set aside in {moved.parent}", f"rm -r {moved.parent}"))
+            findings.append(warn(f"{path} {why}: set aside in {moved.parent}", f"rm -r {q(moved.parent)}"))
         else:
-            findings.append(fail(f"{path} {why}", f"{MINE} --fix"))
+            findings.append(fail(f"{path} {why}", place.again("--fix")))
     if len(bad) > 20 and not place.fix:
-        findings.append(fail(f"and {len(bad) - 20} more broken files", f"{MINE} --fix"))
+        findings.append(fail(f"and {len(bad) - 20} more broken files", place.again("--fix")))
     if bad and place.fix:
         _forget_warm(place.build / "manifest.json")
     if found.stale and place.fix:
@@ -370,7 +386,7 @@ def check_entries(place: Place) -> list[Finding] | Finding:
                 path.unlink()
     elif found.stale:
         text = f"{len(found.stale)} half-written files of processes that died, such as {found.stale[0]}"
-        findings.append(warn(text, f"{MINE} --fix"))
+        findings.append(warn(text, place.again("--fix")))
     whole = f"{found.files - len(bad)} files whole, {found.bytes / MIB:.1f} MiB, {found.graphs} graphs"
     return findings or ok(whole, bytes=found.bytes, files=found.files, graphs=found.graphs)
 
@@ -396,18 +412,20 @@ def check_others(place: Place, prune: bool) -> Finding:
             shutil.rmtree(folder)
         return ok(f"deleted {len(others)} ({size / MIB:.1f} MiB): {names}")
     text = f"{len(others)} other builds keep {size / MIB:.1f} MiB: {names}"
-    return warn(text, f"{MINE} --prune") if size > 4096 * MIB else ok(text)
+    return warn(text, place.again("--prune")) if size > 4096 * MIB else ok(text)
 
 
 def check_warm(place: Place, plan: tuple[str, str] | str) -> Finding:
     """Does the manifest call this run's shapes warm, for the model.py that is there now?"""
     if isinstance(plan, str):
         return skip(
-            f"the run's shapes are unknown: {plan}", f"{MINE} --target DIR --data FILE  # train.py's flags"
+            f"the run's shapes are unknown: {plan}",
+            shlex.join([*MINE, "--target", "DIR", "--data", "FILE"]) + "  # as for train.py",
         )
     key, source = plan
     warm = compile_utils.read_manifest(place.build / "manifest.json").get("warm", {})
-    entry, start = warm.get(f"{key} {source}"), "start the run: its first start compiles"
+    entry = warm.get(f"{key} {source}")
+    start = place.again("--probe") + "  # compiles them now; the run's first start would too"
     if entry:
         if not scan(place.build, deep=False).graphs:
             gone = f"cold: noted as warm on {entry['date'][:16]}, but the entries are gone: {key}"
@@ -502,11 +520,11 @@ def check_probe(place: Place, work: str, flags: list[str], timeout_s: float = PR
             [*command, *flags], env=env, capture_output=True, text=True, timeout=timeout_s, check=False
         )
     except subprocess.TimeoutExpired:
-        return fail(f"the child compiled for more than {timeout_s:.0f} s", " ".join(command))
+        return fail(f"the child compiled for more than {timeout_s:.0f} s", shlex.join([*command, *flags]))
     lines = [line for line in child.stdout.splitlines() if line.startswith("PROBE ")]
     if child.returncode or not lines:
         last = (child.stderr.strip().splitlines() or ["it said nothing"])[-1]
-        return fail(f"the child ended with {child.returncode}: {last}", " ".join([*command, *flags]))
+        return fail(f"the child ended with {child.returncode}: {last}", shlex.join([*command, *flags]))
     result = json.loads(lines[-1].removeprefix("PROBE "))
     text = f"{result['hits']} hits, {result['misses']} misses in {result['seconds']:.1f} s"
     data = {**result, "wall_s": round(time.monotonic() - start, 1)}
@@ -515,10 +533,10 @@ def check_probe(place: Place, work: str, flags: list[str], timeout_s: float = PR
     if result["misses"]:
         why = result["reason"] or "the keys are equal, the entries did not load"
         return warn(
-            f"miss: {text}; {why}", "none needed: they are compiled and kept now, probe again", **data
+            f"miss: {text}; {why}", place.again("--probe") + "  # compiled and kept now: again", **data
         )
     if not result["hits"]:
-        return fail("the child compiled nothing at all", " ".join([*command, *flags]), **data)
+        return fail("the child compiled nothing at all", shlex.join([*command, *flags]), **data)
     return ok(f"hit: {text}", **data)
 
 
@@ -568,7 +586,8 @@ def checks(report: Report, args: argparse.Namespace | None = None) -> None:
     args = argparse.Namespace(**{**vars(parse([])), **(vars(args) if args else {})})
     folder = args.compile_cache
     root = Path(folder).expanduser().absolute() if folder else compile_utils.default_root()
-    place = Place(root, root / compile_utils.build_name(), args.fix, args.mounts)
+    flags = (*(("--compile-cache", str(folder)) if folder else ()), *args.flags)
+    place = Place(root, root / compile_utils.build_name(), args.fix, args.mounts, flags)
     report.run("folders", check_folders, place, report)
     report.run("owner", check_owner, place)
     report.run("mount", check_mount, place)

@@ -1,4 +1,5 @@
-"""diagnose.compile_cache: twenty staged states of a cache, each with its verdict. Nothing here compiles.
+"""diagnose.compile_cache: staged states of a cache, each with its verdict, and each FAIL's fix pasted into a
+shell makes it READY. Only the tests of the probe compile.
 
 The entries are small files in the formats of real ones: pickles, ELF objects, JSON groups, generated Python.
 """
@@ -84,7 +85,7 @@ def own_home(tmp_path, monkeypatch):
 
 @pytest.fixture
 def cache(tmp_path):
-    return Staged(tmp_path / "cache")
+    return Staged(tmp_path / "my cache")  # the fixes must quote it
 
 
 def diagnose(root: Path, *argv: str) -> tuple[int, dict[str, list[dict]]]:
@@ -110,6 +111,38 @@ def text(found: dict[str, list[dict]], name: str) -> str:
     return "; ".join(c["message"] for c in found[name])
 
 
+def paste(fix: str, folder: Path) -> None:
+    """The fix in a shell. Only this script's own commands then run in this process: it has the staged plan,
+    and a new process would import torch. No sudo in tests.
+    """
+    tools, calls = folder / "tools", folder / "calls"
+    tools.mkdir(exist_ok=True)
+    calls.write_text("")
+    for name, body in (
+        ("python", f"printf '%s\\037' \"$@\" >> '{calls}'; echo >> '{calls}'"),
+        ("sudo", '"$@"'),
+    ):
+        (tools / name).write_text(f"#!/bin/sh\n{body}\n")
+        (tools / name).chmod(0o700)
+    env = {**os.environ, "PATH": f"{tools}:{os.environ['PATH']}"}
+    done = subprocess.run(["bash", "-c", fix], env=env, cwd=REPOSITORY, capture_output=True, text=True)
+    assert done.returncode == 0 and not done.stderr, (fix, done.stderr)
+    for line in calls.read_text().splitlines():
+        module, name, *argv = line.split("\037")[:-1]
+        assert (module, name) == ("-m", "diagnose.compile_cache")
+        compile_cache.main(argv)
+
+
+def ready_after_the_fixes(root: Path, found: dict[str, list[dict]], folder: Path) -> dict[str, list[dict]]:
+    """Paste the fix of every FAIL; what the script then finds, which is READY."""
+    fixes = [c["fix"] for checks in found.values() for c in checks if c["state"] == "FAIL"]
+    for fix in dict.fromkeys(fixes):
+        paste(fix, folder)
+    code, after = diagnose(root)
+    assert code == 0 and fixes, (fixes, bad(after))
+    return after
+
+
 # ---------------------------------------------------------------------------------------------------------
 # States without a fault
 
@@ -126,6 +159,8 @@ def test_state_cold(tmp_path):
     code, found = diagnose(tmp_path / "cache")
     assert code == 0 and bad(found) == {"warm": "warn"}
     assert "cold: these shapes were never compiled here" in text(found, "warm")
+    folder = f"python -m diagnose.compile_cache --compile-cache {tmp_path}/cache --token-budget 256 --probe"
+    assert diagnose(tmp_path / "cache", "--token-budget", "256")[1]["warm"][0]["fix"].startswith(folder)
     assert not (tmp_path / "cache").exists()  # diagnosing leaves nothing behind
 
 
@@ -164,11 +199,12 @@ def test_state_other_torch(cache):
     assert code == 0 and not other.exists() and mine.entry.exists()
 
 
-def test_state_folder_filled_by_another_build(cache):
+def test_state_folder_filled_by_another_build(cache, tmp_path):
     cache.edit_manifest(fingerprint=compile_utils.fingerprint() | {"triton": "2.0"})
     code, found = diagnose(cache.root)
     assert code == 1 and bad(found) == {"manifest": "FAIL"}
     assert "triton 2.0 there" in text(found, "manifest")
+    ready_after_the_fixes(cache.root, found, tmp_path)
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -205,7 +241,7 @@ BROKEN = {
 
 
 @pytest.mark.parametrize("state", BROKEN)
-def test_state_broken(cache, state):
+def test_state_broken(cache, tmp_path, state):
     which, spoil = BROKEN[state]
     path = getattr(cache, which)
     spoil(path)
@@ -214,14 +250,28 @@ def test_state_broken(cache, state):
     expected = {check: "FAIL"} | ({"warm": "warn"} if which == "manifest" else {})
     assert code == 1 and bad(found) == expected
     assert str(path) in text(found, check)
-    assert found[check][0]["fix"] == "python -m diagnose.compile_cache --fix"
     assert path.exists()  # nothing is touched without --fix
-
-    code, found = diagnose(cache.root, "--fix")
-    assert code == 0 and "set aside" in text(found, check)
+    ready_after_the_fixes(cache.root, found, tmp_path)
     assert not path.exists() and list((cache.build / "quarantine").iterdir())
+
+
+def test_many_broken_files_are_summed_up_and_all_set_aside(cache, tmp_path):
+    for i in range(30):
+        garbage(cache.python.with_name(f"c{i}.py"))
     code, found = diagnose(cache.root)
-    assert code == 0 and "FAIL" not in bad(found).values()
+    assert code == 1 and len(found["entries"]) == 21 and "10 more" in text(found, "entries")
+    ready_after_the_fixes(cache.root, found, tmp_path)
+
+
+def test_the_fix_of_a_broken_file_in_a_shell_without_anything_staged(cache):
+    cut(cache.entry)
+    found = diagnose(cache.root)[1]
+    python = f"PATH={Path(sys.executable).parent}:$PATH; "
+    done = subprocess.run(
+        ["bash", "-c", python + found["entries"][0]["fix"]], cwd=REPOSITORY, capture_output=True, text=True
+    )
+    assert done.returncode == 0 and f"{cache.entry} is no whole pickle" in done.stdout, done.stderr
+    assert diagnose(cache.root)[0] == 0
 
 
 def test_a_broken_kernel_goes_with_its_whole_folder(cache):
@@ -252,21 +302,21 @@ def test_state_left_by_a_killed_process(cache):
 
 
 @pytest.mark.parametrize("part", ["root", "build"])
-def test_state_world_writable_folder(cache, part):
+def test_state_world_writable_folder(cache, tmp_path, part):
     getattr(cache, part).chmod(0o777)
     code, found = diagnose(cache.root)
     assert code == 1 and bad(found) == {"owner": "FAIL"}
     assert "can be written by others (mode 0777)" in text(found, "owner")
-    subprocess.run(found["owner"][0]["fix"], shell=True, check=True)  # the fix works when pasted
-    code, found = diagnose(cache.root)
-    assert code == 0 and bad(found) == {}
+    assert bad(ready_after_the_fixes(cache.root, found, tmp_path)) == {}
 
 
-def test_state_world_writable_file(cache):
+def test_state_world_writable_file(cache, tmp_path):
     cache.shared.chmod(0o666)
     code, found = diagnose(cache.root)
     assert code == 1 and bad(found) == {"owner": "FAIL"}
     assert f"{cache.shared} can be written by others" in text(found, "owner")
+    ready_after_the_fixes(cache.root, found, tmp_path)
+    assert not cache.shared.exists()  # somebody may have written to it
 
 
 def test_state_symbolic_link_inside(cache, tmp_path):
@@ -275,6 +325,8 @@ def test_state_symbolic_link_inside(cache, tmp_path):
     cache.shared.symlink_to(tmp_path / "elsewhere.so")
     code, found = diagnose(cache.root)
     assert code == 1 and bad(found) == {"owner": "FAIL"} and "symbolic link" in text(found, "owner")
+    ready_after_the_fixes(cache.root, found, tmp_path)
+    assert (tmp_path / "elsewhere.so").exists()
 
 
 def test_state_build_folder_is_a_symbolic_link(cache, tmp_path):
@@ -284,14 +336,25 @@ def test_state_build_folder_is_a_symbolic_link(cache, tmp_path):
     assert code == 1 and bad(found)["owner"] == "FAIL" and "symbolic link" in text(found, "owner")
     with pytest.raises(compile_utils.CacheError, match="symbolic link"):
         compile_utils.use_cache(str(cache.root))
+    ready_after_the_fixes(cache.root, found, tmp_path)
+    assert (tmp_path / "elsewhere" / "manifest.json").exists()  # only the link is gone
+
+
+def test_state_a_link_to_nothing(tmp_path):
+    (tmp_path / "cache").symlink_to(tmp_path / "gone")
+    code, found = diagnose(tmp_path / "cache")
+    assert code == 1 and "symbolic link to nothing" in text(found, "owner")
+    ready_after_the_fixes(tmp_path / "cache", found, tmp_path)
 
 
 @pytest.mark.skipif(not AS_ROOT, reason="needs root, to give files away")
 @pytest.mark.parametrize("part", ["root", "build", "entry"])
-def test_state_foreign_owner(cache, part):
+def test_state_foreign_owner(cache, tmp_path, part):
     os.chown(getattr(cache, part), 65534, 65534)
     code, found = diagnose(cache.root)
     assert code == 1 and bad(found) == {"owner": "FAIL"} and "belongs to user 65534" in text(found, "owner")
+    ready_after_the_fixes(cache.root, found, tmp_path)
+    assert not getattr(cache, part).exists()
 
 
 def test_state_parent_that_anybody_can_rename_in(tmp_path):
@@ -301,12 +364,16 @@ def test_state_parent_that_anybody_can_rename_in(tmp_path):
     parent.chmod(0o777)
     code, found = diagnose(cache.root)
     assert code == 0 and bad(found) == {"owner": "warn"} and str(parent) in text(found, "owner")
+    paste(found["owner"][0]["fix"], tmp_path)
+    assert bad(diagnose(cache.root)[1]) == {}
 
 
 def test_state_a_file_is_in_the_way(tmp_path):
     (tmp_path / "cache").write_text("")
     code, found = diagnose(tmp_path / "cache")
     assert code == 1 and bad(found)["owner"] == "FAIL" and "not a folder" in text(found, "owner")
+    ready_after_the_fixes(tmp_path / "cache", found, tmp_path)
+    assert (tmp_path / "cache.aside").exists()
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -333,28 +400,36 @@ def mounted(tmp_path):
     subprocess.run(["umount", str(point)], capture_output=True, check=False)
 
 
-def test_state_full_disk(mounted):
-    cache = Staged(mounted("size=2m,mode=0700") / "cache")
-    filler = os.open(cache.root.parent / "filler", os.O_WRONLY | os.O_CREAT)
+def test_state_full_disk(mounted, tmp_path):
+    """Another build's cache fills it: the fix deletes that one."""
+    cache = Staged(mounted("size=100m,mode=0700") / "cache")
+    other = cache.root / "torch-2.0.0-0123456789ab"
+    other.mkdir()
+    filler = os.open(other / "filler", os.O_WRONLY | os.O_CREAT)
     with pytest.raises(OSError, match="No space"):
         while True:
-            os.write(filler, bytes(4096))
+            os.write(filler, bytes(1 << 18))
     os.close(filler)
     code, found = diagnose(cache.root)
     assert code == 1 and bad(found) == {"space": "FAIL", "write": "FAIL"}
     assert "only 0 MiB free" in text(found, "space") and "no space" in text(found, "write")
     with pytest.raises(compile_utils.CacheError, match=r"no space.*Fix:"):
         compile_utils.use_cache(str(cache.root))
+    ready_after_the_fixes(cache.root, found, tmp_path)
+    assert cache.entry.exists() and not other.exists()
 
 
-def test_state_no_inodes(mounted):
-    cache = Staged(mounted("size=200m,nr_inodes=60,mode=0700") / "cache")
+def test_state_no_inodes(mounted, tmp_path):
+    cache = Staged(mounted("size=200m,nr_inodes=1500,mode=0700") / "cache")
+    other = cache.root / "torch-2.0.0-0123456789ab"
+    other.mkdir()
     with pytest.raises(OSError):
-        for i in range(100):
-            (cache.root.parent / f"filler{i}").touch()
+        for i in range(2000):
+            (other / f"filler{i}").touch()
     code, found = diagnose(cache.root)
     assert code == 1 and bad(found) == {"space": "FAIL", "write": "FAIL"}
     assert "only 0 inodes free" in text(found, "space")
+    ready_after_the_fixes(cache.root, found, tmp_path)
 
 
 def test_state_little_space(mounted):
@@ -371,6 +446,7 @@ def test_state_read_only(mounted, tmp_path):
     assert code == 1 and bad(found) == {"write": "FAIL"} and "read-only" in text(found, "write")
     with pytest.raises(compile_utils.CacheError, match="read-only"):
         compile_utils.use_cache(str(cache.root))
+    ready_after_the_fixes(cache.root, found, tmp_path)
 
 
 @pytest.mark.parametrize("kind", ["nfs4", "lustre", "fuse.sshfs"])
