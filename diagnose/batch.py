@@ -28,10 +28,12 @@ from pathlib import Path
 if not __package__:  # python diagnose/batch.py: same imports as python -m diagnose.batch
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
+import numpy as np
+
 import data
 import model
 import train
-from diagnose.report import Finding, Report, add_arguments, fail, ok, skip, warn
+from diagnose.report import Finding, Report, add_arguments, fail, ok, set_aside, skip, warn
 
 WIDTH = 100
 MARK = "qzxanswerxzq"  # stands for an answer where the template is looked at
@@ -363,7 +365,7 @@ def check_positions(view: View) -> Finding:
     """Positions count from 0 in each document; documents follow each other; bounds say the same."""
     b, T = view.batch, view.run.c.token_budget
     positions_T, doc_T = b.positions_T.tolist(), b.doc_T.tolist()
-    fix = "git diff HEAD -- data.py  # make_batch"
+    fix = set_aside("data.py", "make_batch")
     bounds, before, want = [0], -1, 0
     for i in range(T):
         if doc_T[i] != before:
@@ -453,7 +455,7 @@ def check_anchors(view: View) -> Finding:
     """Ascending, each once, unused slots last; each anchor and the token after it supervised."""
     anchors_A, b = view.batch.anchors_A.tolist(), view.batch
     doc_T, mask_T = b.doc_T.tolist(), b.mask_T.tolist()
-    fix = "git diff HEAD -- data.py  # draw_anchors, valid_anchors"
+    fix = set_aside("data.py", "draw_anchors or valid_anchors")
     used = [a for a in anchors_A if a >= 0]
     if anchors_A != used + [-1] * (len(anchors_A) - len(used)):
         return fail("unused slots (-1) stand before used ones", fix)
@@ -483,7 +485,7 @@ def check_coverage(view: View) -> Finding:
     for d, (got, want) in enumerate(zip(got_D, want_D, strict=True)):
         if got != want:
             told = f"document {d} has {got} anchors on {valid_D[d]} valid positions, its share is {want}"
-            return fail(told, "git diff HEAD -- data.py  # anchor_quotas, draw_anchors")
+            return fail(told, set_aside("data.py", "anchor_quotas or draw_anchors"))
     shares = [g / v for g, v in zip(got_D, valid_D, strict=True) if v]
     if not shares:
         return ok("no valid position in this batch")
@@ -494,10 +496,10 @@ def check_coverage(view: View) -> Finding:
 def check_text(view: View) -> list[Finding] | Finding:
     """What the tokens decode to is what the template wrote (or the line says)."""
     same, softly, ids = 0, "", 0
+    tokens = shlex.quote(str(view.run.batches.corpus.folder))
     for d in view.documents:
         if not d.kind:
-            folder = shlex.quote(str(view.run.batches.corpus.folder))
-            fix = f"rm -r {folder}  # the next start tokenizes again"
+            fix = f"rm -r {tokens}  # the next start tokenizes again"
             return fail(f"{d}: no line of the data gives its tokens: the token cache is of other data", fix)
         if d.kind == "ids":
             ids += 1
@@ -512,7 +514,7 @@ def check_text(view: View) -> list[Finding] | Finding:
         told += f"the template wrote …{show_plain(want[max(0, at - 8) : at + 16])!r}"
         if normal(got) != normal(want):
             folder = shlex.quote(str(view.run.c.folder))
-            fix = f"ls -l {folder}  # are tokenizer and template of one model? fetch it again"
+            fix = f"rm -r {tokens}; ls -l {folder}  # tokenizes again; or tokenizer and template do not fit"
             return fail(told, fix)
         softly = softly or told
     if softly:
@@ -543,13 +545,24 @@ def check_fill(view: View) -> Finding:
 def check_mask_token(view: View) -> Finding:
     token, tokenizer = view.run.batches.facts["mask_token"], view.tokenizer
     told = f"{token} {name_of(tokenizer, token)}: {how_chosen(view)}"
-    fix = view.run.again("--mask-token-id", "ID") + "  # an id that the data never use"
     used = next((d for d in view.documents if token in d.ids), None)
+    double = token in {tokenizer.pad_id, tokenizer.bos_id, *tokenizer.eos_ids}
+    if not used and not double:
+        return ok(told)
+    fix = view.run.again("--mask-token-id", unused_token(view)) + "  # an id that the data never use"
     if used:
         return fail(f"{told}, but {used} holds it", fix)
-    if token in {tokenizer.pad_id, tokenizer.bos_id, *tokenizer.eos_ids}:
-        return warn(f"{told}, but it also pads, begins or ends texts", fix)
-    return ok(told)
+    return warn(f"{told}, but it also pads, begins or ends texts", fix)
+
+
+def unused_token(view: View) -> str:
+    """The highest id that occurs nowhere in the data and has no duty of its own."""
+    tokenizer, tokens_N = view.tokenizer, view.run.batches.corpus.tokens
+    free = np.ones(view.run.t.vocab, bool)
+    for lo in range(0, len(tokens_N), 1 << 24):
+        free[np.unique(tokens_N[lo : lo + (1 << 24)])] = False
+    free[[i for i in (tokenizer.pad_id, tokenizer.bos_id, *tokenizer.eos_ids) if i is not None]] = False
+    return str(np.flatnonzero(free)[-1]) if free.any() else "ID"
 
 
 def how_chosen(view: View) -> str:

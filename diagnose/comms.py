@@ -31,6 +31,7 @@ from diagnose.report import Finding, Report, add_arguments, fail, ok, skip
 
 # Shapes: W ranks (the world), N elements of a message.
 
+PLAIN = "python -m diagnose.comms"
 TIMEOUT_S = 45  # of one collective: a rank that does not answer is an error, not a wait
 
 
@@ -108,10 +109,12 @@ class Ranks:
 
     def gpus(self) -> tuple[str, bool, str]:
         """Who sits where; two ranks on one GPU deadlock or fail in NCCL with a hard to read error."""
-        uuid = ""
-        if self.device.type == "cuda":
-            uuid = str(self.torch.cuda.get_device_properties(0).uuid)
-        return judge_gpus(self.gather((socket.gethostname(), uuid)), self.rank)
+        return judge_gpus(self.gather(self.place()), self.rank)
+
+    def place(self) -> tuple[str, str]:
+        """(host, UUID of this rank's GPU or '')."""
+        on_gpu = self.device.type == "cuda"
+        return socket.gethostname(), str(self.torch.cuda.get_device_properties(0).uuid) if on_gpu else ""
 
     def all_reduce(self) -> tuple[str, bool, str]:
         x_N = self.full(self.rank + 1)
@@ -189,16 +192,24 @@ class Ranks:
         nccl = (
             "NCCL_DEBUG=INFO python -m diagnose.comms 2>&1 | grep -i -E 'warn|error|nvls|p2p|shm' | head -40"
         )
-        gloo = "GLOO_SOCKET_IFNAME=lo python -m diagnose.comms"
-        fix = nccl if name == "nccl" else gloo
-        alone = "nvidia-smi -L; env | grep -E 'CUDA_VISIBLE_DEVICES|LOCAL_RANK'"
+        gloo = f"GLOO_SOCKET_IFNAME=lo {PLAIN}"
+        fix = unset_interfaces(nccl if name == "nccl" else gloo)
+        cards = {uuid for host, uuid in self.gather(self.place()) if uuid and host == socket.gethostname()}
+        alone = f"torchrun --nproc_per_node={len(cards)} -m diagnose.comms" if len(cards) > 1 else PLAIN
+        alone += "  # one rank a GPU; nvidia-smi -L lists them"
         if not self.check("gpus", self.gpus, alone):
             return  # NCCL would only fail or hang
-        self.check("gloo objects", self.objects, gloo)
+        self.check("gloo objects", self.objects, unset_interfaces(gloo))
         for what, run in (("all_reduce", self.all_reduce), ("broadcast", self.broadcast)):
             self.check(f"{name} {what}", run, fix)
         self.check(f"{name} all_gather", self.all_gather, fix)
         self.check(f"{name} send", self.send, fix)
+
+
+def unset_interfaces(otherwise: str) -> str:
+    """An interface named by hand, which another machine does not have, is the first thing to suspect."""
+    named = [n for n in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME") if os.environ.get(n)]
+    return f"unset {' '.join(named)}" if named else otherwise
 
 
 def judge_gpus(places: list[tuple[str, str]], rank: int) -> tuple[str, bool, str]:
@@ -256,7 +267,7 @@ def spawn(size: int, args: argparse.Namespace, limit: float = 90.0) -> list[Find
             return [Finding(*item) for item in json.loads(found.read_text())]
         lines = Path(folder, f"{failed or 0}.err").read_text(errors="replace").strip().splitlines()
         told = f"rank {failed or 0} failed: {lines[-1][:200] if lines else f'no end in {limit:.0f} s'}"
-        return [fail(told, "NCCL_DEBUG=INFO python -m diagnose.comms --traceback", name="ranks")]
+        return [fail(told, unset_interfaces(f"NCCL_DEBUG=INFO {PLAIN} --traceback"), name="ranks")]
 
 
 def wait_for(children: list[subprocess.Popen], limit: float) -> int | None:

@@ -52,6 +52,11 @@ def skip(message: str, fix: str, *, name: str = "", **data) -> Finding:
     return Finding("skip", message, fix, name, **data)
 
 
+def set_aside(file: str, functions: str) -> str:
+    """The fix for a rule that an edit broke; git keeps the edit."""
+    return f"git stash push -- {file}  # sets your edit of {functions} aside; back with: git stash pop"
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--strict", action="store_true", help="count warn and skip as FAIL")
     parser.add_argument("--json", metavar="FILE", type=_writable, help="also write everything as JSON")

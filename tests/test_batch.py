@@ -4,6 +4,7 @@ import itertools
 import json
 import os
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -263,6 +264,8 @@ def test_wrong_anchors(small, monkeypatch, fault):
 
     monkeypatch.setattr(data, "draw_anchors", wrong)
     view = batch.look(batch.Run.from_flags([*small, "--token-budget", "512"]), 1)
+    fixes = [check(view).fix for check in (batch.check_anchors, batch.check_coverage)]
+    assert all(fix.startswith("git stash push -- data.py ") for fix in fixes if fix)
     assert states(view)["coverage" if fault == "first ones" else "anchors"] == "FAIL"
 
 
@@ -285,18 +288,27 @@ def test_text_that_is_not_what_was_written(view):
     assert "token cache" in batch.check_text(view).message
 
 
-def test_a_stale_token_cache_is_found(small, monkeypatch):
-    run = batch.Run.from_flags([*small, "--token-budget", "512"])
-    tokens = run.batches.corpus.tokens.copy()
-    tokens[tokens == tokens[40]] = 9
-    run.batches.corpus.tokens = tokens
-    assert batch.check_text(batch.look(run, 1)).state == "FAIL"
+def test_a_spoiled_token_cache_is_found_and_the_fix_works_when_pasted(small, tmp_path, monkeypatch):
+    """A valid cache of other tokens, as a disk gone bad or an edit of data.py leaves it."""
+    monkeypatch.setattr(train, "USER_CACHE", tmp_path)
+    flags = [*small, "--token-budget", "512"]
+    folder = batch.Run.from_flags(flags).batches.corpus.folder
+    file = folder / "tokens.bin"
+    tokens_N = np.fromfile(file, np.int32)
+    file.chmod(0o600)
+    np.where(tokens_N == tokens_N[40], 9, tokens_N).astype(np.int32).tofile(file)
+    found = batch.check_text(batch.look(batch.Run.from_flags(flags), 1))
+    assert found.state == "FAIL"
+    subprocess.run(found.fix, shell=True, check=True)
+    only(batch.look(batch.Run.from_flags(flags), 1))
 
 
 def test_a_mask_token_that_the_data_use(small):
     view = batch.look(batch.Run.from_flags([*small, "--mask-token-id", "8"]), 0)
     found = batch.check_mask_token(view)
-    assert found.state == "FAIL" and "--mask-token-id" in found.message and found.fix
+    assert found.state == "FAIL" and "--mask-token-id" in found.message
+    flags = shlex.split(found.fix, comments=True)[3:]
+    assert batch.check_mask_token(batch.look(batch.Run.from_flags(flags), 0)).state == "ok", "no help"
     view = batch.look(batch.Run.from_flags([*small, "--mask-token-id", "0"]), 0)
     assert batch.check_mask_token(view).state == "warn"
 
