@@ -838,7 +838,9 @@ class DrafterConfig:
         return tokens * (self.hidden * (8 + size) + 8 * self.head_dim) + self.layers * of_layer
 
     def context_gradient_bytes(self, tokens: int, size: int = 2) -> int:
-        """One gradient for each layer's context keys and values."""
+        """One gradient for each layer's keys and values. An earlier chunk's is the context's part of a tensor
+        that has the slots as well, all of which stays: `tokens` then counts both.
+        """
         return self.layers * tokens * 2 * self.kv_heads * self.head_dim * size
 
     def layer_bytes(self, slots: int, tokens: int, size: int = 2) -> int:
@@ -870,10 +872,11 @@ class DrafterConfig:
             "backward of a layer": (kept + size * slots * h + max(of_layer, after), 0),
         }
 
-    def context_moments(self, tokens: int, chunks: int, size: int = 2) -> dict[str, int]:
+    def context_moments(self, tokens: int, slots: int, chunks: int, size: int = 2) -> dict[str, int]:
         """Bytes of the context's own backward, after the last chunk's; chunks before it left a gradient."""
         h, kv = self.hidden, self.kv_heads * self.head_dim
-        gradient = self.context_gradient_bytes(tokens, size) * (2 if chunks > 1 else 1)
+        gradient = self.context_gradient_bytes(tokens + slots, size)
+        gradient += self.context_gradient_bytes(tokens, size) if chunks > 1 else 0
         left = gradient + self.layers * tokens * 2 * kv * size + 8 * tokens * self.head_dim
         return {
             "backward of keys": self.context_bytes(tokens, size)

@@ -18,18 +18,27 @@ allocator on every rank, next to the estimate.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import json
+import operator
 import os
 import re
 import shlex
 import sys
 import time
+import types
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 
 if not __package__:  # python diagnose/memory.py: same imports as python -m diagnose.memory
     sys.path[0] = str(Path(__file__).resolve().parents[1])
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.weak import WeakIdKeyDictionary
 
 from diagnose.report import Finding, Report, add_arguments, fail, ok, skip, warn, write_json
 from model import TILE, DrafterConfig, TargetConfig
@@ -118,10 +127,11 @@ def moments(c, t: TargetConfig, d: DrafterConfig, role: str, size: int) -> dict[
     if role != "target":
         chunks = -(-c.anchors // c.anchor_chunk)
         context = d.context_bytes(tokens, size)
-        context += d.context_gradient_bytes(tokens, size) if chunks > 1 else 0
+        slots = c.anchor_chunk * c.block_size
+        context += d.context_gradient_bytes(tokens + slots, size) if chunks > 1 else 0
         for moment, (layers, loss) in d.chunk_moments(c.anchor_chunk, tokens, size).items():
             found[moment] = {"context": context, "activations": layers, "loss": loss}
-        for moment, all_of_it in d.context_moments(tokens, chunks, size).items():
+        for moment, all_of_it in d.context_moments(tokens, slots, chunks, size).items():
             found[moment] = {"context": all_of_it}
     return found
 
@@ -212,8 +222,6 @@ def refusal(resolved: Callable, c, t: TargetConfig, role: str, ranks: int, have:
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Of the allocator, of cuBLAS or of NCCL, which have errors of their own."""
-    import torch
-
     words = f"{error}"
     return isinstance(error, torch.OutOfMemoryError) or (
         isinstance(error, RuntimeError) and ("out of memory" in words or "STATUS_ALLOC_FAILED" in words)
@@ -228,8 +236,6 @@ def ran_out(
     `have` bytes of GPU; 0: none, a CPU run. Whatever the estimate says, this budget was too much: the advice
     stays 5% below it.
     """
-    import torch
-
     role, size = role_name(role), 2 if have else 4
     held = estimate(c, t, role, ranks, size)
     facts = re.findall(r"Tried to allocate ([\d.]+ \w+)", f"{error}")
@@ -247,6 +253,262 @@ def ran_out(
         + f": on paper {said(held.peak)} at its peak ({held.moment}): {listed}: "
         + advice(resolved, c, t, role, ranks, less, size)
     )
+
+
+# ---------------------------------------------------------------- traced
+
+
+class Live(TorchDispatchMode):
+    """Bytes of the storages made while it is on, and the most there were at once; meta tensors have sizes."""
+
+    def __init__(self):
+        super().__init__()
+        self.now = self.most = 0
+        self.known, self.paused = WeakIdKeyDictionary(), False
+
+    def adopt(self, tensors) -> None:
+        for t in tree_leaves(tensors):
+            if isinstance(t, torch.Tensor) and t.untyped_storage() not in self.known:
+                storage = t.untyped_storage()
+                self.known[storage] = size = storage.nbytes()
+                self.now += size
+                weakref.finalize(storage, self.drop, size)
+        self.most = max(self.most, self.now)
+
+    def ignore(self, tensors) -> None:
+        """What was there before, views of it included, does not count."""
+        for t in tree_leaves(tensors):
+            if isinstance(t, torch.Tensor):
+                self.known.setdefault(t.untyped_storage(), 0)
+
+    def drop(self, size: int) -> None:
+        self.now -= size
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if not self.paused:
+            self.ignore((args, kwargs))
+        out = func(*args, **(kwargs or {}))
+        if not self.paused:
+            self.adopt(out)
+        return out
+
+    def run(self, work: Callable, passing: int):
+        """Call what is one kernel, or a few, on a GPU: only its results and its passing bytes count."""
+        paused, before = self.paused, self.now
+        self.paused = True
+        out = work()
+        self.paused = paused
+        self.most = max(self.most, before + passing)
+        self.adopt(out)
+        return out
+
+
+def is_view(n: torch.fx.Node) -> bool:
+    if n.target is operator.getitem:
+        return True
+    returns = getattr(getattr(n.target, "_schema", None), "returns", ())
+    return n.op == "call_function" and len(returns) == 1 and returns[0].alias_info is not None
+
+
+def is_pointwise(n: torch.fx.Node) -> bool:
+    return n.op == "call_function" and (
+        torch.Tag.pointwise in getattr(n.target, "tags", ())
+        or n.target is torch.ops.prims.convert_element_type.default
+    )
+
+
+def fuses_inputs(n: torch.fx.Node) -> bool:
+    """Reads pointwise work in one kernel with it: more of it, a reduction, a concatenation."""
+    aten = torch.ops.aten
+    joined = (aten.sum.dim_IntList, aten.mean.dim, aten.cat.default, aten.sum.default)
+    return is_pointwise(n) or n.target in joined
+
+
+def node_bytes(n: torch.fx.Node) -> int:
+    values = tree_leaves(n.meta.get("val"))
+    return sum(v.numel() * v.element_size() for v in values if isinstance(v, torch.Tensor))
+
+
+def graph_peak(graph: torch.fx.Graph, may_free: Callable[[torch.fx.Node], bool]) -> int:
+    """Most bytes that a compiled graph holds beyond what it is given, as Inductor runs it: pointwise work is
+    fused into what reads it unless a product, attention or the caller reads it; saved inputs are freed as
+    soon as they are used, and a pointwise result takes the place of an input of its size.
+    """
+    order = list(graph.nodes)
+
+    def read_by_kernel(n: torch.fx.Node) -> bool:
+        return any(
+            u.op == "output" or (read_by_kernel(u) if is_view(u) else not fuses_inputs(u)) for u in n.users
+        )
+
+    behind, held, last = {}, {}, {}  # of a node: the memory it reads, the memory it is; who reads that last
+    for at, n in enumerate(order):
+        behind[n] = set().union(*(held[source] for source in n.all_input_nodes))
+        fused = is_view(n) or (is_pointwise(n) and not read_by_kernel(n))
+        held[n] = behind[n] if fused else {n}
+        if n.op == "output" or not fused:
+            last |= dict.fromkeys(behind[n], at)
+    now = most = 0
+    for at, n in enumerate(order):
+        if n.op != "call_function" or held[n] != {n}:
+            continue
+        dying = [s for s in behind[n] if last[s] == at and (s.op != "placeholder" or may_free(s))]
+        new, in_place = node_bytes(n), is_pointwise(n) and any(node_bytes(s) == node_bytes(n) for s in dying)
+        most = max(most, now + (0 if in_place else new))
+        now += new - sum(map(node_bytes, dying))
+    return most
+
+
+def attention_ops() -> None:
+    """Attention as one opaque operator that keeps what flex_attention keeps: q, k, v, its output and lse."""
+    if hasattr(torch.ops.blockdraft_memory, "attend"):
+        return
+    library = torch.library.Library("blockdraft_memory", "FRAGMENT")
+    library.define("attend(Tensor q, Tensor k, Tensor v) -> (Tensor, Tensor)")
+    inputs = ", ".join(f"Tensor {x}" for x in "gqkvol")
+    library.define(f"backward({inputs}) -> (Tensor, Tensor, Tensor)")
+    attention_ops.library = library  # it lives as long as this reference
+    name = "blockdraft_memory::"
+    torch.library.register_fake(
+        name + "attend", lambda q, k, v: (torch.empty_like(q), q.new_empty(q.shape[:2], dtype=torch.float32))
+    )
+    torch.library.register_fake(
+        name + "backward", lambda g, q, k, v, out, lse: tuple(map(torch.empty_like, (q, k, v)))
+    )
+    torch.library.register_autograd(
+        name + "attend",
+        lambda ctx, g, _: torch.ops.blockdraft_memory.backward(g, *ctx.saved_tensors),
+        setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs, *output),
+    )
+
+
+class TracedLayer:
+    """In place of the compiled layer: the same joint graph, cut by the same partitioner into what is kept."""
+
+    def __init__(self, live: Live):
+        self.live, self.made = live, {}
+
+    def __call__(self, layer, x, k, v, cos, sin, mask):
+        from torch._functorch.aot_autograd import aot_function
+        from torch._functorch.partitioners import min_cut_rematerialization_partition
+        from torch._inductor.decomposition import select_decomp_table
+
+        names, values = zip(*layer.named_parameters(), strict=True)
+        if x.requires_grad not in self.made:  # layer 0 has an input without gradient: a graph of its own
+
+            def forward(values, *inputs):
+                state = dict(zip(names, values, strict=True))
+                return torch.func.functional_call(layer, state, (*inputs, None))
+
+            self.made[x.requires_grad] = aot_function(
+                forward,
+                fw_compiler=self.compiler(lambda n: False),
+                bw_compiler=self.compiler(lambda n: not n.name.startswith("primals")),
+                partition_fn=min_cut_rematerialization_partition,
+                decompositions=select_decomp_table(),
+            )
+        self.live.ignore(values)
+        self.live.paused = True  # tracing it, the first time
+        try:
+            return self.made[x.requires_grad](list(values), x, k, v, cos, sin)
+        finally:
+            self.live.paused = False
+
+    def compiler(self, may_free):
+        def compile_graph(gm: torch.fx.GraphModule, _):
+            most = graph_peak(gm.graph, may_free)
+
+            def call(inputs: list):
+                def work():
+                    taken = list(inputs)
+                    inputs.clear()
+                    return gm(*taken)
+
+                return self.live.run(work, most)
+
+            call._boxed_call = True
+            return call
+
+        return compile_graph
+
+
+@contextlib.contextmanager
+def traceable():
+    """model.py's attention and masks as operators that meta tensors can pass."""
+    import model
+
+    attention_ops()
+    real = model.attend, model.dense_mask, model.packed_causal_attention
+
+    def packed(q, k, v, *_):
+        out = torch.ops.blockdraft_memory.attend(q, k, v)[0]
+        return torch.where(torch.empty(len(q), 1, 1, device="meta", dtype=torch.bool), out, 0)
+
+    model.attend = lambda q, k, v, mask: torch.ops.blockdraft_memory.attend(q, k, v)[0].flatten(1)
+    model.dense_mask = lambda *_: None
+    model.packed_causal_attention = packed
+    try:
+        yield
+    finally:
+        model.attend, model.dense_mask, model.packed_causal_attention = real
+
+
+def trace_features(c, t: TargetConfig) -> int:
+    """Peak bytes of Target.features besides weights and features, by running it on meta tensors in bf16."""
+    import model
+
+    d = DrafterConfig.of(t, c.draft_layers, c.block_size, c.taps, 0)
+    with torch.device("meta"):
+        target = model.Target(t, d.ids[0] + 1, head=False).bfloat16()  # its layers are alike: a few will do
+        out = torch.empty(c.token_budget, len(d.ids) * d.hidden, dtype=torch.bfloat16)
+        row = torch.empty(c.token_budget, dtype=torch.int64)
+    with traceable(), torch.no_grad(), Live() as live:
+        target.features(row, row, row, c.max_length, [d.ids[0]], out)
+    return live.most
+
+
+def trace_step(c, t: TargetConfig) -> int:
+    """Peak bytes of train.accumulate besides weights, gradients and features, run on meta tensors."""
+    import data
+    import model
+    import train
+
+    c = dataclasses.replace(c, anchors=min(c.anchors, 3 * c.anchor_chunk))  # a fourth chunk is like the third
+    d = DrafterConfig.of(t, c.draft_layers, c.block_size, c.taps, 0)
+    bf16 = {"device": "meta", "dtype": torch.bfloat16}
+    table = torch.empty(d.vocab, d.hidden, **bf16)
+    with torch.device("meta"):
+        drafter = model.Drafter(d, table, table)
+    live = Live()
+    drafter.run_layer = TracedLayer(live)
+    drafter.run_loss = lambda *a: live.run(lambda: model.cross_entropy_rows(*a), a[0].nbytes)
+    job = types.SimpleNamespace(
+        c=c, drafter=drafter, device=torch.device("meta"), facts={"mask_token": 0}, put=lambda x: x.to("meta")
+    )
+    batch = data.empty_batch(0, c.token_budget, c.max_batch_size, c.anchors)
+    features_TKH = torch.empty(c.token_budget, len(d.ids) * d.hidden, **bf16)
+    for p in drafter.parameters():
+        p.grad = torch.empty_like(p)
+    with traceable(), live:
+        train.accumulate(job, drafter, batch, features_TKH, sync=True)
+    return live.most
+
+
+def compare_traced(report: Report, q: Question) -> None:
+    """Estimate against trace, of what comes and goes. Good: within 10%."""
+    for role, trace in (("drafter", trace_step), ("target", trace_features)):
+        begun = time.perf_counter()
+        traced, paper = trace(q.config, q.target), estimate(q.config, q.target, role, q.ranks)
+        passing = sum(paper.parts[part] for part in PASSING)
+        off = 100 * (passing / traced - 1)
+        told = f"activations by formula {said(passing)}, traced {said(traced)} ({off:+.1f}%), "
+        told += f"{time.perf_counter() - begun:.0f} s"
+        data = {"role": role, "traced_gib": traced / GIB, "formula_gib": passing / GIB}
+        if abs(passing / traced - 1) <= 0.1:
+            report.add(f"trace of a {role}", ok(told, **data))
+        else:
+            fix = "python -m diagnose.memory --suite  # on a GPU: which of the two is right?"
+            report.add(f"trace of a {role}", warn(told, fix, **data))
 
 
 # ---------------------------------------------------------------- measured
@@ -275,7 +537,6 @@ class WorstCase:
     def batch(self, index: int, supervised: int):
         """Its first `supervised` tokens can be anchors; random tokens, so that no product is special."""
         import numpy as np
-        import torch
 
         import data
 
@@ -331,8 +592,6 @@ class Alone:
 
 def use_random_weights() -> None:
     """Let train.py's loading make weights up, on the device: a config.json is then enough."""
-    import torch
-
     import model
 
     def target(folder, device, dtype, layers=None, head=True, progress=False):
@@ -355,8 +614,6 @@ def use_random_weights() -> None:
 
 def measure(q: Question, role: str, random_weights: bool, compile_only: bool = False) -> list[dict]:
     """Run the worst case on this rank and tell what every rank held; `role` alone on one rank, or empty."""
-    import torch
-
     import compile_utils
     import stream
     from world import Ending, World
@@ -417,8 +674,6 @@ def run_loops(job, role: str) -> None:
 def read_memory(job, role: str, ranks: int) -> dict:
     """Bytes at most: of the device (of the process, without a GPU), reserved, held by tensors; on paper."""
     import resource
-
-    import torch
 
     cuda = job.device.type == "cuda"
     paper = estimate(job.c, job.t, role, ranks, 2 if cuda else 4)
@@ -602,6 +857,7 @@ def parse(argv: list[str] | None) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--gpu-memory", type=parse_memory, metavar="96GB", help="default: this machine's GPU")
     parser.add_argument("--headroom", type=float, default=0.0, metavar="%", help="to leave free, percent (0)")
     parser.add_argument("--png", metavar="FILE", help="draw each role against the card")
+    parser.add_argument("--trace", action="store_true", help="also find activations on tensors without data")
     parser.add_argument(
         "--measure", action="store_true", help="run the worst case here, alone or under torchrun"
     )
@@ -619,8 +875,6 @@ def parse(argv: list[str] | None) -> tuple[argparse.Namespace, list[str]]:
 
 def machine(wanted: int | None, built_in: bool, ranks: int) -> tuple[int, int, str]:
     """(bytes a rank has, size of an element, words for it); raises skip where nothing is known."""
-    import torch
-
     if wanted:
         return wanted, 2, f"a card of {gib(wanted)} GiB"
     if torch.cuda.is_available():
@@ -801,6 +1055,8 @@ def main(argv: list[str] | None = None) -> int:
         return report.finish()
     report.say(words)
     compare(report, q, int(have * (1 - args.headroom / 100)), size, args.png)
+    if args.trace:
+        compare_traced(report, q)
     return report.finish()
 
 
