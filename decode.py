@@ -277,6 +277,7 @@ class Engine:
             self.q_PDV = torch.zeros(drafted, device=self.device)
         self.graphs: dict[tuple, torch.cuda.CUDAGraph] = {}
         self.chunked = False
+        self.lag = 1 if self.device.type == "cuda" else 0  # rounds queued before an outcome is looked at
         self.fast: dict[Callable, Callable] = {part: part for part in COMPILED}
         for m in (target, drafter) if drafter else (target,):
             m.freq = m.freq.to(self.device)  # no pass may copy from the host
@@ -461,7 +462,6 @@ class Engine:
 
         On a GPU the host looks at a round's outcome only when the next round is already queued.
         """
-        lag = 1 if self.device.type == "cuda" else 0
         waiting = collections.deque(range(len(prompts)))
         held: list[int | None] = [None] * self.rows
         answers: list[Answer | None] = [None] * len(prompts)
@@ -476,7 +476,7 @@ class Engine:
                     self.start(row, prompts[held[row]], speculative)
             self.round(speculative, clock)
             outcomes.append((list(held), Snapshot(self.done_P)))
-            if len(outcomes) <= lag:
+            if len(outcomes) <= self.lag:
                 continue
             of, done = outcomes.popleft()
             for row, finished in enumerate(done.read()):
@@ -795,6 +795,9 @@ def parse_flags(argv: list[str] | None) -> argparse.Namespace:
         raise ValueError(f"--dtype {c.dtype}: give float32, bfloat16 or float16")
     if c.verify and c.temperature:
         raise ValueError("--verify --temperature: samples differ from run to run: leave one of them out")
+    for name in filter(None, (c.json, c.png)):
+        if not Path(name).absolute().parent.is_dir():
+            raise ValueError(f"{name}: there is no folder {Path(name).absolute().parent}: make it first")
     c.device = c.device or ("cuda" if torch.cuda.is_available() else "cpu")
     c.dtype = c.dtype or ("bfloat16" if c.device == "cuda" else "float32")
     return c

@@ -119,6 +119,7 @@ def test_greedy_answers_are_the_targets_own(name, rows, chunked):
         engine.truth = {p.where: p.ids + w for p, w in zip(prompts, wanted, strict=True)}
         if chunked:
             engine.use_chunks()
+            engine.lag = 1
         for speculative in (True, False):
             decoded = engine.run(prompts, speculative)
             assert [a.ids for a in decoded.answers] == wanted
@@ -425,6 +426,7 @@ MISTAKES = {
     "temperature": (["--temperature", "-1"], "--temperature"),
     "both": (["--temperature", "1", "--verify"], "--verify"),
     "batch": (["--batch-size", "0"], "--batch-size"),
+    "json": (["--json", "nowhere/a.json"], "no folder"),
     "other target": (["--draft", "RUN/step-000030/export", "--target", "other"], "another target"),
 }
 
