@@ -395,9 +395,9 @@ def test_flags_of_a_split_run_give_the_same_batch(small):
     assert one.tokens_T.equal(other.tokens_T) and one.anchors_A.equal(other.anchors_A)
 
 
-def test_script_runs_from_anywhere(tmp_path):
+def test_script_runs_from_anywhere(small, tmp_path):
     """`python diagnose/batch.py`, as its docstring's other form, on a console that knows only ASCII."""
-    command = [sys.executable, str(ROOT / "diagnose" / "batch.py"), "--documents", "1", "--strict"]
+    command = [sys.executable, str(ROOT / "diagnose" / "batch.py"), "--documents", "1", "--strict", *small]
     environ = {**os.environ, "HOME": str(tmp_path), "OMP_NUM_THREADS": "1", "PYTHONIOENCODING": "ascii"}
     done = subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -263,17 +263,6 @@ def test_many_broken_files_are_summed_up_and_all_set_aside(cache, tmp_path):
     ready_after_the_fixes(cache.root, found, tmp_path)
 
 
-def test_the_fix_of_a_broken_file_in_a_shell_without_anything_staged(cache):
-    cut(cache.entry)
-    found = diagnose(cache.root)[1]
-    python = f"PATH={Path(sys.executable).parent}:$PATH; "
-    done = subprocess.run(
-        ["bash", "-c", python + found["entries"][0]["fix"]], cwd=REPOSITORY, capture_output=True, text=True
-    )
-    assert done.returncode == 0 and f"{cache.entry} is no whole pickle" in done.stdout, done.stderr
-    assert diagnose(cache.root)[0] == 0
-
-
 def test_a_broken_kernel_goes_with_its_whole_folder(cache):
     cut(cache.kernel)
     diagnose(cache.root, "--fix")
