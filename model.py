@@ -864,8 +864,8 @@ class DrafterConfig:
         rows, held = ChunkedCrossEntropy.rows(drafted, self.vocab)
         logits = size * rows * self.vocab * held
         of_layer = 2 * size * i * slots + (4 + size) * h * i
-        weights = 4 * self.layer_parameters() + 2 * size * tokens * kv
-        after = weights - self.layer_bytes(slots, tokens, size)  # a layer's gradients leave together
+        after = 4 * self.layer_parameters() + 2 * size * (2 * tokens + slots) * kv
+        after -= self.layer_bytes(slots, tokens, size)  # a layer's gradients leave together
         return {
             "loss": (kept + 8 * slots * h, 2 * size * drafted * h + logits),
             "backward of the last norm": (kept + slots * h * (20 + 2 * size), 0),
@@ -875,14 +875,13 @@ class DrafterConfig:
     def context_moments(self, tokens: int, slots: int, chunks: int, size: int = 2) -> dict[str, int]:
         """Bytes of the context's own backward, after the last chunk's; chunks before it left a gradient."""
         h, kv = self.hidden, self.kv_heads * self.head_dim
-        gradient = self.context_gradient_bytes(tokens + slots, size)
-        gradient += self.context_gradient_bytes(tokens, size) if chunks > 1 else 0
-        left = gradient + self.layers * tokens * 2 * kv * size + 8 * tokens * self.head_dim
+        left = self.context_gradient_bytes(tokens + slots, size) if chunks > 1 else 0
+        new = self.context_gradient_bytes(tokens + (slots if chunks == 1 else 0), size)
+        of_keys = tokens * (12 * kv + 2 * size * h)
+        named = self.layers * tokens * 2 * kv * size  # keys and values, until the step ends
         return {
-            "backward of keys": self.context_bytes(tokens, size)
-            + gradient
-            + tokens * (12 * kv + 2 * size * h),
-            "backward of the context": left + tokens * h * (20 + 2 * size),
+            "backward of keys": self.context_bytes(tokens, size) + left + new + of_keys,
+            "backward of the context": left + named + tokens * h * (20 + 2 * size),
         }
 
     @staticmethod

@@ -4,13 +4,16 @@ does not fit, or runs out, ends with one line.
 
 import dataclasses
 import json
+import os
 import re
+import sys
 
 import pytest
 import torch
 from conftest import TINY
 
 import checkpoint
+import data
 import model
 import stream
 import train
@@ -170,6 +173,59 @@ def test_parts_of_the_logits_are_what_the_loss_uses(monkeypatch, total):
 
 
 # ---------------------------------------------------------------------------------------------------------
+# What comes and goes, against train.accumulate and Target.features run on tensors without data
+
+
+TRACED = [
+    ("", "--token-budget 4096 --anchor-chunk 64"),
+    ("smollm2-135m", memory.SMOL),
+    ("qwen3-8b", "--token-budget 49152"),
+    ("qwen3-8b", "--token-budget 16384 --anchor-chunk 16"),
+    ("qwen3-8b", "--token-budget 65536 --anchor-chunk 32 --draft-layers 2"),
+]
+
+
+@pytest.mark.parametrize("name, flags", TRACED)
+def test_the_formula_agrees_with_the_trace_of_a_step(folders, name, flags):
+    q = question(folders.get(name, ""), *flags.split())
+    e = estimate(q, "drafter")
+    assert sum(e.parts[p] for p in memory.PASSING) == pytest.approx(
+        memory.trace_step(q.config, q.target), rel=0.05
+    )
+
+
+@pytest.mark.parametrize("name", ["", *SHAPES])
+def test_the_formula_agrees_with_the_trace_of_the_target(folders, name):
+    for flags in ("--token-budget 1024", "--token-budget 32768"):
+        q = question(folders.get(name, ""), *flags.split())
+        traced = memory.trace_features(q.config, q.target)
+        assert estimate(q, "target").parts["target activations"] == pytest.approx(traced, rel=0.02)
+
+
+def test_the_trace_sees_what_a_layer_keeps(monkeypatch):
+    """A step that keeps one more tensor of a known size a layer is that much larger."""
+    q, real = question("", "--token-budget", 2048, "--draft-layers", 3), model.DrafterLayer.mlp
+    before = memory.trace_step(q.config, q.target)
+    extra = q.config.anchor_chunk * q.config.block_size * q.target.hidden * 2
+
+    def keeps_more(self, x):
+        h = model.linear(x, self.q_proj)  # a product's result that the backward of x needs
+        return (
+            real(self, x) + h.unflatten(-1, (-1, 32)).sum(-1, keepdim=True).repeat(1, 1, 32).flatten(1).cos()
+        )
+
+    monkeypatch.setattr(model.DrafterLayer, "mlp", keeps_more)
+    assert memory.trace_step(q.config, q.target) - before > 2 * extra
+
+
+def test_tracing_leaves_the_model_as_it_was(capsys):
+    real = model.attend, model.dense_mask, model.packed_causal_attention
+    code, out, _ = run_script(capsys, "--trace")
+    assert code == 0 and "[ok] trace of a drafter" in out and "[ok] trace of a target" in out
+    assert real == (model.attend, model.dense_mask, model.packed_causal_attention)
+
+
+# ---------------------------------------------------------------------------------------------------------
 # Budgets
 
 
@@ -285,6 +341,55 @@ def test_without_a_card_it_asks_for_one(capsys, folders):
 def test_usage_errors_are_one_line(capsys, flags):
     code, _, err = run_script(capsys, *flags)
     assert code == 2 and len(err.splitlines()) == 1 and err.startswith("diagnose.memory: ")
+
+
+# ---------------------------------------------------------------------------------------------------------
+# Measured
+
+
+def worst(q: memory.Question) -> memory.WorstCase:
+    return memory.WorstCase(dataclasses.replace(q.config, steps=2), q.target)
+
+
+@pytest.mark.parametrize(
+    "flags", ["", "--max-length 100", "--max-length 500 --max-batch-size 2", "--anchors 3000"]
+)
+def test_worst_batches_are_worst_and_well_formed(flags):
+    q = question("", "--token-budget", 2048, *flags.split())
+    batch, c = worst(q).train(0), q.config
+    assert int((batch.doc_T >= 0).sum()) == min(2048, c.max_batch_size * c.max_length)
+    lengths = torch.bincount(batch.doc_T[batch.doc_T >= 0])
+    assert lengths.max() == min(c.max_length, 2048) and len(lengths) <= c.max_batch_size
+    valid = data.valid_anchors(batch.mask_T.numpy(), batch.doc_T.numpy()).sum()
+    assert int((batch.anchors_A >= 0).sum()) == min(valid, c.anchors)
+    like = data.empty_batch(0, 2048, c.max_batch_size, c.anchors)
+    for field in dataclasses.fields(data.Batch)[1:]:
+        a, b = getattr(batch, field.name), getattr(like, field.name)
+        assert a.shape == b.shape and a.dtype == b.dtype, field.name
+    bounds = batch.cu_seqlens.tolist()
+    for d, length in enumerate(lengths.tolist()):
+        assert batch.positions_T[batch.doc_T == d].tolist() == list(range(length))
+        assert bounds[d + 1] - bounds[d] == length
+    assert bounds[-1] == 2048 and bounds == sorted(bounds)
+
+
+def measure_one_rank(rank: int) -> None:
+    """Called in ranks forked by the launcher."""
+    flags = "--measure --random-weights --device cpu --token-budget 256 --anchor-chunk 32 --draft-layers 1"
+    extra = ["--role", ROLE] if (ROLE := os.environ.get("PLANT_ROLE")) else []
+    sys.exit(memory.main([*flags.split(), *extra, "--json", os.environ["PLANT_FILE"]]))
+
+
+@pytest.mark.parametrize("ranks, role", [(1, ""), (1, "drafter"), (1, "target"), (3, "")])
+def test_measuring_runs_the_real_loops_on_every_rank(launcher, tmp_path, ranks, role):
+    file = tmp_path / "memory.json"
+    env = {"PLANT_ROLE": role, "PLANT_FILE": str(file)}
+    ended = launcher.call(ranks, "test_memory.measure_one_rank", **env).good()
+    found = json.loads(file.read_text())["measured"]
+    roles = ["drafter", "target", "target"] if ranks == 3 else [role or "colocate"]
+    assert sorted(m["role"] for m in found) == sorted(roles) or ranks == 3
+    assert all(0 < m["device"] < 4 * 2**30 and m["paper"] > m["paper_tensors"] > 0 for m in found)
+    assert ended.out[0].splitlines()[-1].startswith("READY") and not any(ended.out[1:])
 
 
 # ---------------------------------------------------------------------------------------------------------
