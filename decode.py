@@ -98,8 +98,8 @@ def prompt_ids(record: dict, tokenizer: data.Tokenizer, every_turn: bool) -> lis
     if tokenizer.template_text is None:
         raise ValueError(f"{tokenizer.folder} has no chat template: give the prompts as text")
     ends = [i for i, m in enumerate(messages) if m["role"] == "assistant"]
-    if not ends or (not every_turn and messages[-1]["role"] != "assistant"):
-        ends = [len(messages)]
+    if messages[-1]["role"] != "assistant":
+        ends.append(len(messages))
     cuts = ends if every_turn else ends[-1:]
     return [tokenizer.encode(tokenizer.render(messages[:cut], add_generation_prompt=True)) for cut in cuts]
 
@@ -571,7 +571,8 @@ def finished(run: Path, target: str) -> bool:
         saved = checkpoint.read_config(run)
     except ValueError:
         return False
-    return status.get("state") == "finished" and saved.get("target") == target
+    same = (Path(saved.get("target") or TINY)).resolve() == (Path(target or TINY)).resolve()
+    return same and status.get("state") == "finished"
 
 
 def target_of(place: Path, given: str) -> str:
@@ -849,7 +850,7 @@ def make_engine(
         leader=0,
         key=f"decode P{rows} C{engine.capacity} B{d.block_size} {shape} {c.dtype} t{c.temperature:g}",
         label="decode",
-        source=compile_utils.source_hash(model, Engine),
+        source=compile_utils.source_hash(model, Path(__file__)),
     )
     return engine
 

@@ -463,8 +463,9 @@ def test_prompts_are_cut_before_the_answer_as_training_sees_it(tmp_path):
         starts = [i for i, m in enumerate(mask) if m and not mask[i - 1]]
         assert decode.prompt_ids(record, tokenizer, True) == [ids[:s] for s in starts]
         assert decode.prompt_ids(record, tokenizer, False) == [ids[: starts[-1]]]
-        asked = {"messages": record["messages"][:-1]}
+        asked = {"messages": record["messages"][:-1]}  # ends with the question
         assert decode.prompt_ids(asked, tokenizer, False) == [ids[: starts[-1]]]
+        assert decode.prompt_ids(asked, tokenizer, True) == [ids[:s] for s in starts]
     user = {"messages": [{"role": "user", "content": "Hello"}]}
     wanted = decode.prompt_ids(user, tokenizer, False)
     for other in ({"prompt": "Hello"}, {"prompt": "Hello", "response": "Yes"}):
