@@ -369,6 +369,8 @@ def parse_export(c: dict, t: TargetConfig, fc_width: int) -> DrafterConfig:
     for name, value in named.items():
         if type(value) is not int or value < 0:
             raise ValueError(f"{name} is {value!r}, not a number")
+    if named["block_size"] < 2 or named["mask_token_id"] >= t.vocab:
+        raise ValueError(f"{named} do not fit a target of {t.vocab} tokens")
     ids = extra.get("target_layer_ids", c.get("target_layer_ids"))
     ids = tap_layers(t.layers, fc_width // hidden) if ids is None else ids
     if len(ids) * hidden != fc_width or not all(type(i) is int and 0 <= i < t.layers for i in ids):

@@ -27,6 +27,7 @@ import torch
 import torch.nn.functional as F
 from tabulate import tabulate
 from torch import Tensor
+from tqdm import tqdm
 
 import checkpoint
 import compile_utils
@@ -278,6 +279,7 @@ class Engine:
         self.graphs: dict[tuple, torch.cuda.CUDAGraph] = {}
         self.chunked = False
         self.lag = 1 if self.device.type == "cuda" else 0  # rounds queued before an outcome is looked at
+        self.on_answer: Callable[[], object] = lambda: None
         self.fast: dict[Callable, Callable] = {part: part for part in COMPILED}
         for m in (target, drafter) if drafter else (target,):
             m.freq = m.freq.to(self.device)  # no pass may copy from the host
@@ -483,6 +485,7 @@ class Engine:
                 if finished and held[row] is not None and of[row] == held[row]:
                     answers[held[row]] = self.collect(row, len(prompts[held[row]].ids))
                     held[row] = None
+                    self.on_answer()
         return Decoded(answers, clock.now() - begun, clock.passes())
 
     def collect(self, row: int, prompt: int) -> Answer:
@@ -866,10 +869,14 @@ def decode(c: argparse.Namespace) -> int:
     engine = make_engine(c, target, drafter, stops, everything)
     for speculative in (False, True):
         engine.run(everything[: c.batch_size], speculative)  # what is slow only once is not measured
-    results = {
-        name: Group(prompts, drafted=engine.run(prompts, True), alone=engine.run(prompts, False))
-        for name, prompts in groups.items()
-    }
+    with tqdm(
+        total=2 * len(everything), desc="decoding", leave=False, disable=not sys.stderr.isatty()
+    ) as bar:
+        engine.on_answer = bar.update
+        results = {
+            name: Group(prompts, drafted=engine.run(prompts, True), alone=engine.run(prompts, False))
+            for name, prompts in groups.items()
+        }
     differences = None
     if not c.temperature:
         differences = compare(target, results, target.c.max_position)

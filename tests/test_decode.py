@@ -576,6 +576,7 @@ BROKEN_FORMS = {
     "kinds": lambda c: c.update(layer_types=["chunked_attention"] * 2),
     "window": lambda c: c.update(layer_types=["sliding_attention"] * 2, sliding_window=None),
     "block size": lambda c: c.pop("block_size"),
+    "mask token": lambda c: c["dflash_config"].update(mask_token_id=1024),
     "not a dict": lambda c: c.update(dflash_config=[1]),
 }
 
