@@ -247,7 +247,8 @@ def ran_out(
         )
     parts = sorted(((n, part) for part, n in held.parts.items() if n), reverse=True)
     listed = ", ".join(f"{part} {said(n)}" for n, part in parts)
-    less = min(have or held.peak, int(0.95 * held.peak))
+    tensors = held.peak - held.parts["CUDA and NCCL"]
+    less = min(have or held.peak, held.peak - tensors // 20)
     return (
         (f" ({'; '.join(full)})" if full else "")
         + f": on paper {said(held.peak)} at its peak ({held.moment}): {listed}: "
