@@ -47,7 +47,10 @@ def view(small) -> batch.View:
 def states(view: batch.View) -> dict[str, str]:
     """What every check says; all but ok carry a fix."""
     found = {name: check(view) for name, check in CHECKS.items()}
-    assert all(f.fix for f in found.values() if f.state != "ok")
+    for finding in found.values():
+        assert finding.fix or finding.state == "ok"
+        if finding.fix:
+            subprocess.run(["bash", "-n", "-c", finding.fix], check=True)
     return {name: f.state for name, f in found.items()}
 
 
