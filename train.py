@@ -47,9 +47,9 @@ from torch import Tensor, nn
 import checkpoint
 import compile_utils
 import data
+import headroom
 import model
 import stream
-from diagnose import memory
 from model import Blocks, Drafter, DrafterConfig, Target, TargetConfig
 from world import Control, Ending, UserError, World
 
@@ -958,15 +958,15 @@ def device_memory(world: World) -> int:
     if world.device.type != "cuda":
         return 0
     free, total = torch.cuda.mem_get_info()
-    ours = torch.cuda.memory_reserved() + memory.CONTEXT + (memory.NCCL if world.size > 1 else 0)
+    ours = torch.cuda.memory_reserved() + headroom.CONTEXT + (headroom.NCCL if world.size > 1 else 0)
     return min(total, free + ours)
 
 
 def refuse_hopeless(c: Config, t: TargetConfig, world: World, with_budget: Callable[[int], Config]) -> None:
-    """The estimate of diagnose.memory, before any weight is loaded: ValueError where it cannot fit."""
+    """The estimate of headroom.py, before any weight is loaded: ValueError where it cannot fit."""
     have = device_memory(world)
     if have and not c.ignore_headroom:
-        if problem := memory.refusal(with_budget, c, t, world.role, world.size, have):
+        if problem := headroom.refusal(with_budget, c, t, world.role, world.size, have):
             raise ValueError(problem)
 
 
@@ -976,11 +976,11 @@ def memory_explained(job: Job) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        if not memory.is_out_of_memory(error):
+        if not headroom.is_out_of_memory(error):
             raise
         when = "in training" if job.ending.training else "before the first step"
         world, have = job.world, device_memory(job.world)
-        told = memory.ran_out(error, job.with_budget, job.c, job.t, world.role, world.size, have)
+        told = headroom.ran_out(error, job.with_budget, job.c, job.t, world.role, world.size, have)
         raise UserError(f"{world.name()} ran out of memory {when}{told}") from None
 
 

@@ -14,6 +14,7 @@ from conftest import TINY
 
 import checkpoint
 import data
+import headroom
 import model
 import stream
 import train
@@ -233,7 +234,7 @@ def test_tracing_leaves_the_model_as_it_was(capsys):
 def test_search_is_a_scan(most):
     for limit in range(0, 1500, 37):
         scanned = max((n for n in range(0, most + 1, 128) if n <= limit), default=0)
-        assert memory.search(lambda n, limit=limit: n <= limit, 128, most) == scanned
+        assert headroom.search(lambda n, limit=limit: n <= limit, 128, most) == scanned
 
 
 @pytest.mark.parametrize("card", ["24GB", "80GB", "141GB"])
@@ -242,7 +243,7 @@ def test_the_largest_budget_fits_and_the_next_does_not(folders, name, card):
     q, have = question(folders[name]), memory.parse_memory(card)
     for role in memory.ROLES:
         budget = memory.largest_token_budget(q.resolved, q.target, role, q.ranks, have)
-        for tokens in (budget, budget + 128) if budget < memory.MOST_TOKENS else (budget,):
+        for tokens in (budget, budget + 128) if budget < headroom.MOST_TOKENS else (budget,):
             fits = (
                 memory.estimate(q.resolved(tokens), q.target, role, q.ranks).peak <= have if tokens else True
             )
@@ -416,7 +417,7 @@ def test_the_refusal_names_budgets_that_fit(folders):
     q = question(folders["qwen3-8b"], "--token-budget", 49152, "--anchor-chunk", 12288, ranks=8)
     for role in memory.roles_of(q.config.layout):
         have = memory.parse_memory("40GB") if role == "drafter" else estimate(q, role).peak - 1
-        line = memory.refusal(q.resolved, q.config, q.target, role, 8, have)
+        line = headroom.refusal(q.resolved, q.config, q.target, role, 8, have)
         assert line.startswith(f"--token-budget 49152: a {role} rank needs ") and "\n" not in line
         flags = re.findall(r"(--token-budget|--anchor-chunk) (\d+)", line)[1:]
         assert len(flags) == (2 if role == "drafter" else 1)
@@ -424,7 +425,7 @@ def test_the_refusal_names_budgets_that_fit(folders):
             given = {"--token-budget": 49152, "--anchor-chunk": 12288} | {flag[0]: flag[1]}
             again = question(folders["qwen3-8b"], *(x for pair in given.items() for x in pair), ranks=8)
             assert estimate(again, role).peak <= have
-    assert not memory.refusal(q.resolved, q.config, q.target, "target", 8, 2**60)
+    assert not headroom.refusal(q.resolved, q.config, q.target, "target", 8, 2**60)
 
 
 FAULTS = "--drafters 2 --batches-per-step 2 --steps 6 --save-every 2 --eval-every 100".split()
@@ -462,12 +463,12 @@ def test_an_out_of_memory_error_ends_all_ranks_with_one_message(launcher, small,
 
 
 def test_other_errors_keep_their_traceback():
-    assert memory.is_out_of_memory(torch.OutOfMemoryError("CUDA out of memory"))
-    assert memory.is_out_of_memory(
+    assert headroom.is_out_of_memory(torch.OutOfMemoryError("CUDA out of memory"))
+    assert headroom.is_out_of_memory(
         RuntimeError("NCCL error: unhandled cuda error, Cuda failure 2 'out of memory'")
     )
-    assert not memory.is_out_of_memory(RuntimeError("connection reset by peer"))
-    assert not memory.is_out_of_memory(MemoryError("out of memory"))
+    assert not headroom.is_out_of_memory(RuntimeError("connection reset by peer"))
+    assert not headroom.is_out_of_memory(MemoryError("out of memory"))
 
 
 def test_the_flag_overrides(monkeypatch):
