@@ -1183,10 +1183,10 @@ def _need_cache() -> CacheInfo:
 
 
 def _bundled(name: Path) -> bool:
-    """Everything but locks, the manifest (the header holds it) and what is half-written or broken."""
-    if name.parts[0] == "quarantine":
+    """Compiled code and its keys, but no locks and nothing half-written."""
+    if len(name.parts) < 2 or name.parts[0] not in ("inductor", "triton", "keys"):
         return False
-    return not (name.name.startswith(".") or name.suffix in (".lock", ".tmp") or str(name) == "manifest.json")
+    return not (name.name.startswith(".") or name.suffix in (".lock", ".tmp"))
 
 
 def _add(tar: tarfile.TarFile, name: str, content: bytes) -> None:
@@ -1217,8 +1217,14 @@ def _read_header(path: Path) -> dict:
         if isinstance(error, BundleError):
             raise
         raise BundleError(f"bundle {path} is damaged ({error}). Fix: delete it and save it again") from error
-    if header.get("format") != FORMAT:
-        raise BundleError(f"bundle {path} has format {header.get('format')}, this version reads {FORMAT}")
+    if not isinstance(header, dict) or header.get("format") != FORMAT:
+        raise BundleError(
+            f"bundle {path} is of another version, this one reads format {FORMAT}. Fix: save it again"
+        )
+    parts = [header.get(name) for name in ("fingerprint", "warm", "files")]
+    good = all(isinstance(part, dict) for part in parts) and all(type(n) is int for n in parts[2].values())
+    if not good:
+        raise BundleError(f"bundle {path} is damaged (its header). Fix: delete it and save it again")
     return header
 
 
@@ -1231,7 +1237,8 @@ def _read_members(path: Path, header: dict) -> dict[str, bytes]:
                 name = member.name.removeprefix("cache/")
                 if member.name == "header.json":
                     continue
-                safe = member.isreg() and ".." not in Path(name).parts and not Path(name).is_absolute()
+                safe = member.isreg() and ".." not in Path(name).parts and "\0" not in name
+                safe = safe and _bundled(Path(name))
                 if not safe or header["files"].get(name) != member.size:
                     raise BundleError(f"bundle {path}: unexpected member {member.name!r}. Fix: do not use it")
                 found[name] = tar.extractfile(member).read()

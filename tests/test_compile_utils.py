@@ -654,12 +654,19 @@ def damage(path: Path, how: str) -> None:
     else:
         with tarfile.open(path, "r:gz") as tar:
             header = tar.extractfile("header.json").read()
+        facts = json.loads(header)
+        if how == "elsewhere":
+            header = json.dumps(facts | {"files": {"run.sh": 1}}).encode()
+        elif how in ("list", "no_files"):
+            header = json.dumps([] if how == "list" else facts | {"files": None}).encode()
         with tarfile.open(path, "w:gz") as tar:
             compile_utils._add(tar, "header.json", header)
             if how == "extra":
                 compile_utils._add(tar, "cache/inductor/extra.py", b"x")
             elif how == "outside":
                 compile_utils._add(tar, "cache/../../../outside", b"x")
+            elif how == "elsewhere":
+                compile_utils._add(tar, "cache/run.sh", b"x")
             elif how == "link":
                 member = tarfile.TarInfo("cache/inductor/fxgraph/ab/f0/entry")
                 member.type, member.linkname = tarfile.SYMTYPE, "/etc/passwd"
@@ -678,6 +685,9 @@ def damage(path: Path, how: str) -> None:
         ("extra", "unexpected member"),
         ("outside", "unexpected member"),
         ("link", "unexpected member"),
+        ("elsewhere", "unexpected member"),
+        ("list", "another version"),
+        ("no_files", "its header"),
         ("lacking", "lacks files"),
     ],
 )
