@@ -9,8 +9,10 @@ import json
 import math
 import os
 import pickle
+import pickletools
 import shutil
 import sys
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,13 +22,21 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from data import read_json, short
 from model import (
+    MOST_LAYERS,
+    WIDEST,
     Drafter,
     DrafterConfig,
     Target,
     TargetConfig,
+    check_heads,
+    layer_kinds,
     load_embedding_and_head,
+    number,
     parse_rope,
+    real,
+    switch,
     tap_layers,
     weight_files,
 )
@@ -34,8 +44,17 @@ from model import (
 EXPORT_DTYPE = torch.bfloat16
 BROKEN = (  # what reading a damaged file raises, besides ValueError
     OSError, SafetensorError, RuntimeError, ValueError, KeyError, TypeError, AttributeError, IndexError,
-    EOFError, pickle.UnpicklingError,
+    EOFError, MemoryError, pickle.UnpicklingError, zipfile.BadZipFile,
 )  # fmt: skip
+TENSOR_PARTS = {  # all that the pickle of an optimizer's state names
+    "collections OrderedDict", "torch FloatStorage", "torch._utils _rebuild_tensor_v2",
+}  # fmt: skip
+
+
+def reason(error: BaseException) -> str:
+    """One line of an error of a library."""
+    text = f"{error} is missing" if isinstance(error, KeyError) else str(error) or type(error).__name__
+    return short(text, 200)
 
 
 def write_whole(path: Path, text: str) -> None:
@@ -82,12 +101,9 @@ def find_checkpoint(path: Path) -> tuple[Path, Path | None]:
 
 def read_config(run: Path) -> dict:
     """The saved config of a run; ValueError if it is none."""
-    try:
-        saved = json.loads((run / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{run}/config.json: unreadable ({error}): start the run anew") from None
-    if not isinstance(saved, dict):
-        raise ValueError(f"{run}/config.json: not a saved config: start the run anew")
+    saved = read_json(run / "config.json", "start the run anew")
+    if saved is None:
+        raise ValueError(f"{run}/config.json: not there: start the run anew")
     return saved
 
 
@@ -270,31 +286,72 @@ def load(place: Path, drafter: Drafter, optimizer: torch.optim.Optimizer) -> dic
     """
     state = read_state(place)
     try:
-        drafter.load_state_dict(load_file(place / "model.safetensors"))
+        weights = load_file(place / "model.safetensors")
+        if odd := [name for name, w in weights.items() if not w.isfinite().all()]:
+            raise ValueError(f"{odd[0]} is not finite")
+        drafter.load_state_dict(weights)
         device = next(drafter.parameters()).device
-        moments = torch.load(place / "optimizer.pt", map_location=device, weights_only=True)
-        optimizer.load_state_dict(moments)
-        for p, held in optimizer.state.items():
-            if held["exp_avg"].shape != p.shape or held["exp_avg_sq"].shape != p.shape:
-                raise ValueError(
-                    f"optimizer.pt has moments of {list(held['exp_avg'].shape)} for {list(p.shape)}"
-                )
+        moments = read_moments(place / "optimizer.pt", device)
+        check_moments(moments, optimizer, state["step"])
+        # How to step is the run's to say, never the file's.
+        optimizer.load_state_dict(moments | {"param_groups": optimizer.state_dict()["param_groups"]})
     except BROKEN as error:
-        reason = " ".join(str(error).split())[:200]
         raise ValueError(
-            f"{place}: not a whole checkpoint of this drafter ({reason}): resume from an older step"
+            f"{place}: not a whole checkpoint of this drafter ({reason(error)}): resume from an older step"
         ) from None
     return state
 
 
+def read_moments(path: Path, device: torch.device) -> dict:
+    """The optimizer's state. Before it is unpickled, with weights only: the archive holds what it says, and
+    its pickle names nothing but tensors (weights_only alone lets it ask for any amount of memory).
+    """
+    with zipfile.ZipFile(path) as archive:
+        entries = archive.infolist()
+        whole = sum(e.file_size for e in entries) <= path.stat().st_size
+        if not whole or any(e.compress_type != zipfile.ZIP_STORED for e in entries):
+            raise ValueError("optimizer.pt is a compressed archive")
+        pickled = [e for e in entries if e.filename.endswith("/data.pkl")]
+        if len(pickled) != 1:
+            raise ValueError("optimizer.pt holds no state")
+        for code, argument, _ in pickletools.genops(archive.read(pickled[0])):
+            names_something = code.name in ("GLOBAL", "INST", "STACK_GLOBAL", "EXT1", "EXT2", "EXT4")
+            if names_something and argument not in TENSOR_PARTS:
+                raise ValueError(f"optimizer.pt names {argument}, which is no tensor: do not trust it")
+    return torch.load(path, map_location=device, weights_only=True)
+
+
+def check_moments(moments: Any, optimizer: torch.optim.Optimizer, step: int) -> None:
+    """ValueError unless every parameter has finite moments of its shape."""
+    places = [p for group in optimizer.param_groups for p in group["params"]]
+    held = moments.get("state") if isinstance(moments, dict) else None
+    if not isinstance(held, dict) or (step and held.keys() != set(range(len(places)))):
+        raise ValueError(f"optimizer.pt has no moments for {len(places)} parameters")
+    for i, entry in held.items():
+        for name in ("step", "exp_avg", "exp_avg_sq"):
+            shape = torch.Size() if name == "step" else places[i].shape
+            value = entry.get(name) if isinstance(entry, dict) else None
+            if not isinstance(value, Tensor) or value.shape != shape or value.dtype != torch.float32:
+                found = list(value.shape) if isinstance(value, Tensor) else short(repr(type(value)), 40)
+                raise ValueError(f"optimizer.pt has moments of {found} for {list(shape)}")
+            if not value.isfinite().all() or (name != "exp_avg" and (value < 0).any()):
+                raise ValueError(f"optimizer.pt has {name} of parameter {i} out of range")
+
+
 def read_state(place: Path) -> dict:
+    """step, next_batch, config and drafter of a checkpoint; ValueError if they cannot be."""
+    path, fix = place / "state.json", "resume from an older step"
+    state = read_json(path, fix)
+    if state is None:
+        raise ValueError(f"{path}: not there: {fix}")
     try:
-        state = json.loads((place / "state.json").read_text(encoding="utf-8"))
-        if not (state["step"] >= 0 and state["next_batch"] >= 0):
-            raise ValueError("no step to go on from")
-        return state
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{place}/state.json: unreadable ({error!r}): resume from an older step") from None
+        for name in ("step", "next_batch"):
+            number(state, name, most=1 << 53, least=0)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}: {fix}") from None
+    if not isinstance(state.get("config", {}), dict):
+        raise ValueError(f"{path}: config is no object: {fix}")
+    return state
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -364,44 +421,66 @@ def parse_export(c: dict, t: TargetConfig, fc_width: int) -> DrafterConfig:
     `block_size`, `mask_token_id`, `target_layer_ids` and `sliding_window` may stand at top level or in
     `dflash_config`. Without `target_layer_ids` as many layers are tapped as fc, `fc_width` wide, takes in.
     """
-    extra, hidden, layers = c.get("dflash_config") or {}, c["hidden_size"], c["num_hidden_layers"]
-    named = {name: extra.get(name, c.get(name)) for name in ("block_size", "mask_token_id")}
-    for name, value in named.items():
-        if type(value) is not int or value < 0:
-            raise ValueError(f"{name} is {value!r}, not a number")
-    if named["block_size"] < 2 or named["mask_token_id"] >= t.vocab:
-        raise ValueError(f"{named} do not fit a target of {t.vocab} tokens")
-    ids = extra.get("target_layer_ids", c.get("target_layer_ids"))
+    extra = {} if c.get("dflash_config") is None else c["dflash_config"]
+    if not isinstance(extra, dict):
+        raise ValueError("dflash_config is no object")
+    hidden, layers = number(c, "hidden_size"), number(c, "num_hidden_layers", most=MOST_LAYERS)
+    heads = number(c, "num_attention_heads")
+    either = c | {name: value for name, value in extra.items() if value is not None}
+    ids = either.get("target_layer_ids")
     ids = tap_layers(t.layers, fc_width // hidden) if ids is None else ids
-    if len(ids) * hidden != fc_width or not all(type(i) is int and 0 <= i < t.layers for i in ids):
-        raise ValueError(f"fc.weight takes {fc_width} features, tapped layers {ids} of {hidden} do not fit")
-    window = extra.get("sliding_window", c.get("sliding_window")) or 0
-    kinds = c.get("layer_types")
-    if kinds is None:
-        first = c.get("max_window_layers", 28) if c.get("use_sliding_window") else layers
-        kinds = ["sliding_attention" if i >= first else "full_attention" for i in range(layers)]
-    odd = set(kinds) - {"full_attention", "sliding_attention"}
-    if odd or len(kinds) != layers or ("sliding_attention" in kinds and not window):
-        raise ValueError(f"layer_types {kinds} with window {window} do not fit {layers} layers")
+    if not isinstance(ids, list) or len(ids) * hidden != fc_width:
+        raise ValueError(
+            f"fc.weight takes {fc_width} features, tapped layers {short(repr(ids), 60)} of {hidden} do not "
+            "fit"
+        )
+    window = number(either, "sliding_window", 0, WIDEST, 0)
+    first = number(c, "max_window_layers", 28, least=0) if switch(c, "use_sliding_window") else layers
+    kinds = layer_kinds(c, layers, first)
+    if "sliding_attention" in kinds and not window:
+        raise ValueError(f"layer_types has sliding layers, but sliding_window is {window}")
     theta, scaling = parse_rope(c)
     return DrafterConfig(
         hidden=hidden,
-        heads=c["num_attention_heads"],
-        kv_heads=c.get("num_key_value_heads") or c["num_attention_heads"],
-        head_dim=c.get("head_dim") or hidden // c["num_attention_heads"],
-        intermediate=c["intermediate_size"],
-        vocab=c.get("vocab_size", t.vocab),
-        eps=c.get("rms_norm_eps", 1e-6),
+        heads=heads,
+        kv_heads=number(c, "num_key_value_heads", heads),
+        head_dim=number(c, "head_dim", hidden // heads),
+        intermediate=number(c, "intermediate_size"),
+        vocab=number(c, "vocab_size", t.vocab),
+        eps=real(c, "rms_norm_eps", 1e-6, 1e-20, 1.0),
         rope_theta=theta,
         rope_scaling=scaling,
         layers=layers,
-        block_size=named["block_size"],
+        block_size=number(either, "block_size"),
         ids=tuple(ids),
-        target_layers=c.get("num_target_layers", t.layers),
-        mask_token=named["mask_token_id"],
-        max_position=c.get("max_position_embeddings", t.max_position),
+        target_layers=number(c, "num_target_layers", t.layers),
+        mask_token=number(either, "mask_token_id", least=0),
+        max_position=number(c, "max_position_embeddings", t.max_position, WIDEST),
         windows=tuple(window if kind == "sliding_attention" else 0 for kind in kinds),
     )
+
+
+def check_drafter(c: DrafterConfig, t: TargetConfig) -> None:
+    """ValueError unless every size is in bounds: nothing is allocated by them before."""
+    fields = vars(c)
+    for name in "hidden heads kv_heads head_dim intermediate vocab".split():
+        number(fields, name)
+    number(fields, "layers", most=MOST_LAYERS)
+    number(fields, "target_layers", most=MOST_LAYERS)
+    number(fields, "max_position", most=WIDEST)
+    number(fields, "block_size", most=1 << 16, least=2)
+    number(fields, "mask_token", most=t.vocab - 1, least=0)
+    real(fields, "eps", None, 1e-20, 1.0)
+    check_heads(c.heads, c.kv_heads, c.head_dim)
+    parse_rope({"rope_theta": c.rope_theta, "rope_scaling": c.rope_scaling})
+    for name, most in (("ids", t.layers - 1), ("windows", WIDEST)):
+        values = fields[name]
+        if not isinstance(values, tuple) or not all(type(v) is int and 0 <= v <= most for v in values):
+            raise ValueError(f"{name} {short(repr(values), 60)} are not numbers from 0 to {most}")
+    if not c.ids or len(c.windows) not in (0, c.layers):
+        raise ValueError(
+            f"{len(c.ids)} tapped layers and {len(c.windows)} windows do not fit {c.layers} layers"
+        )
 
 
 def load_export(
@@ -412,14 +491,17 @@ def load_export(
     """
     t = TargetConfig.from_folder(target)
     try:
-        c = json.loads((Path(folder) / "config.json").read_text(encoding="utf-8"))
+        c = read_json(Path(folder) / "config.json", "export it again")
+        if c is None:
+            raise ValueError("no config.json")
         weights = {}
         for path in weight_files(folder):
             weights |= load_file(path)
         config = parse_export(c, t, weights["fc.weight"].shape[1])
-    except (*BROKEN, ZeroDivisionError) as error:
+        check_drafter(config, t)
+    except BROKEN as error:
         raise ValueError(
-            f"{folder}: not a drafter export ({error!r}): give the export folder of a checkpoint"
+            f"{folder}: not a drafter export ({reason(error)}): give the export folder of a checkpoint"
         ) from None
     if (t.hidden, t.vocab, t.layers) != (config.hidden, config.vocab, config.target_layers):
         raise ValueError(
@@ -434,11 +516,15 @@ def load_drafter(
     """The drafter of a checkpoint, its weights in full precision; ValueError if it does not fit."""
     t = TargetConfig.from_folder(target)
     try:
-        fields = read_state(place)["drafter"]
-        fields = {name: tuple(v) if isinstance(v, list) else v for name, v in fields.items()}
-        config, weights = DrafterConfig(**fields), load_file(place / "model.safetensors")
+        fields = read_state(place).get("drafter")
+        known = {f.name for f in dataclasses.fields(DrafterConfig)}
+        if not isinstance(fields, dict) or fields.keys() != known:
+            raise ValueError("state.json does not describe a drafter")
+        config = DrafterConfig(**{name: tuple(v) if isinstance(v, list) else v for name, v in fields.items()})
+        check_drafter(config, t)
+        weights = load_file(place / "model.safetensors")
     except BROKEN as error:
-        raise ValueError(f"{place}: not a whole checkpoint ({error!r}): give another one") from None
+        raise ValueError(f"{place}: not a whole checkpoint ({reason(error)}): give another one") from None
     if (t.hidden, t.vocab, t.layers) != (config.hidden, config.vocab, config.target_layers):
         raise ValueError(f"{place}: trained for another target than {target}: give --target")
     return _fill(place, config, weights, str, target, device, dtype)
@@ -448,19 +534,23 @@ def _fill(
     place: Path, config: DrafterConfig, weights: dict[str, Tensor], name_of: Callable, target, device, dtype
 ) -> Drafter:
     """A drafter with these weights, in which our parameter `name` is called name_of(name)."""
-    drafter = Drafter(config, *load_embedding_and_head(target, device, dtype))
-    named = {name_of(name): p for name, p in drafter.named_parameters()}
-    if weights.keys() != named.keys():
-        odd = min(weights.keys() ^ named.keys())
+    with torch.device("meta"):  # compared before anything is allocated by the config
+        nothing = torch.empty(config.vocab, config.hidden)
+        shapes = {name_of(n): p.shape for n, p in Drafter(config, nothing, nothing).named_parameters()}
+    if weights.keys() != shapes.keys():
+        odd = short(min(weights.keys() ^ shapes.keys()), 60)
         raise ValueError(f"{place}: weight {odd} is missing or unknown: export the checkpoint again")
+    for name, shape in shapes.items():
+        w = weights[name]
+        if w.shape != shape or not w.is_floating_point():
+            raise ValueError(
+                f"{place}: {name} is {short(str(list(w.shape)), 60)} of {w.dtype}, expected {list(shape)} "
+                "floats: export the checkpoint again"
+            )
+    drafter = Drafter(config, *load_embedding_and_head(target, device, dtype))
     with torch.no_grad():
-        for name, p in named.items():
-            if p.shape != weights[name].shape:
-                raise ValueError(
-                    f"{place}: {name} is {list(weights[name].shape)}, expected {list(p.shape)}: export the "
-                    "checkpoint again"
-                )
-            p.copy_(weights[name])
+        for name, p in drafter.named_parameters():
+            p.copy_(weights[name_of(name)])
     return drafter.to(device)
 
 

@@ -49,6 +49,7 @@ MAX_LINE_BYTES = 8 << 20  # a longer line is a bad line: it must not fill the me
 CHUNK_BYTES = 1 << 20  # what one worker gets at a time
 START_LIMIT_S = 120.0  # to start a worker and load the tokenizer, on a busy machine too
 RENDER_LIMIT_S = 20.0  # a worker silent for so long is stuck in its template and is killed
+MOST_FILE_BYTES = 256 << 20  # of a tokenizer, a template, a config
 RENDER_LIMIT_BYTES = 2 << 30  # address space a worker may add to what it holds once the tokenizer is loaded
 KEPT_BAD_LINES = 1000  # that many are listed in the report; all are counted
 ROLES = {"system", "developer", "user", "assistant", "tool"}
@@ -64,17 +65,30 @@ class BadLine(ValueError):
 # Tokenizers: tokenizer.json and SentencePiece behind one face: ids with the characters they cover
 
 
-def read_json(path: Path, default=None):
-    """The object in a JSON file; `default` if the file does not exist; ValueError if it is not an object."""
+def read_json(path: Path, fix: str = "copy the file again") -> dict | None:
+    """The object in a JSON file, None if there is no such file; ValueError if it is anything else."""
     if not path.exists():
-        return default
+        return None
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError, OSError) as error:
-        raise ValueError(f"{path}: cannot be read as JSON ({error}); copy the file again") from None
+        value = json.loads(read_small(path, fix).decode("utf-8"))
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path}: not JSON ({short(str(error), 120)}): {fix}") from None
+    except RecursionError:
+        raise ValueError(f"{path}: not JSON (nested too deeply): {fix}") from None
     if not isinstance(value, dict):
-        raise ValueError(f"{path}: expected a JSON object, found {type(value).__name__}; copy the file again")
+        raise ValueError(f"{path}: a JSON {type(value).__name__}, only an object is supported: {fix}")
     return value
+
+
+def read_small(path: Path, fix: str = "copy the file again", most: int = MOST_FILE_BYTES) -> bytes:
+    """A file that is read whole, its size checked first."""
+    try:
+        size = path.stat().st_size
+        if size > most:
+            raise ValueError(f"{path}: has {size:,} bytes, far more than such a file: {fix}")
+        return path.read_bytes()
+    except OSError as error:
+        raise ValueError(f"{path}: cannot be read ({error.strerror}): {fix}") from None
 
 
 class JsonBackend:
@@ -83,12 +97,15 @@ class JsonBackend:
     def __init__(self, path: Path):
         from tokenizers import Tokenizer as Fast
 
+        text = read_small(path)
         try:
-            self.fast = Fast.from_file(str(path))
+            self.fast = Fast.from_buffer(text)
         except BaseException as error:  # a panic in the Rust library is not an Exception
             if isinstance(error, (KeyboardInterrupt, SystemExit)):
                 raise
-            raise ValueError(f"{path}: not a usable tokenizer.json ({error}); copy the file again") from None
+            raise ValueError(
+                f"{path}: not a usable tokenizer.json ({short(str(error), 200)}); copy the file again"
+            ) from None
         self.fast.no_truncation()
         self.fast.no_padding()
         added = self.fast.get_added_tokens_decoder()
@@ -124,19 +141,24 @@ class SentencePieceBackend:
     def __init__(self, path: Path, config: dict):
         from sentencepiece import SentencePieceProcessor
 
-        proto = path.read_bytes()
+        proto = read_small(path)
         try:
             self.first = SentencePieceProcessor(model_proto=proto)
             # Bytes appended to a protobuf message override fields: normalizer_spec.add_dummy_prefix = false.
             rest = SentencePieceProcessor(model_proto=proto + b"\x1a\x02\x18\x00")
         except (RuntimeError, ValueError, OSError) as error:
-            raise ValueError(f"{path}: not a SentencePiece model ({error}); copy the file again") from None
+            raise ValueError(
+                f"{path}: not a SentencePiece model ({short(str(error), 200)}); copy the file again"
+            ) from None
         self.rest = self.first if config.get("legacy") is True else rest
         self.prefix_ids = (
             [self.first.bos_id()] if config.get("add_bos_token") and self.first.bos_id() >= 0 else []
         )
         pieces = [self.first.id_to_piece(i) for i in range(self.first.get_piece_size())]
-        known = self._user_defined(proto)
+        try:
+            known = self._user_defined(proto)
+        except ValueError as error:
+            raise ValueError(f"{path}: not a SentencePiece model ({error}); copy the file again") from None
         self.added = {
             piece: i
             for i, piece in enumerate(pieces)
@@ -250,13 +272,32 @@ def added_tokens(folder: Path, config: dict) -> dict[str, tuple[int, bool]]:
     for content, index in (read_json(folder / "added_tokens.json") or {}).items():
         found[content] = (index, True)
     decoder = config.get("added_tokens_decoder")
-    for index, token in (decoder if isinstance(decoder, dict) else {}).items():
-        if isinstance(token, dict) and isinstance(token.get("content"), str) and str(index).isdigit():
-            found[token["content"]] = (int(index), bool(token.get("special")))
+    decoder = {} if decoder is None else decoder
+    if not isinstance(decoder, dict) or not all(isinstance(token, dict) for token in decoder.values()):
+        raise ValueError(
+            f"{folder}: added_tokens_decoder is no object of tokens; correct tokenizer_config.json"
+        )
+    for index, token in decoder.items():
+        index = int(index) if index.isdecimal() and len(index) < 12 else index
+        found[token_text(token.get("content"), f"added token {index}", folder)] = (
+            index,
+            bool(token.get("special")),
+        )
     for content, (index, _) in found.items():
         if not content or type(index) is not int or not 0 <= index < 1 << 24:
-            raise ValueError(f"{folder}: added token {content!r} has id {index!r}; correct added_tokens.json")
+            raise ValueError(
+                f"{folder}: added token {short(repr(content), 40)} has id {short(repr(index), 40)}; correct "
+                "added_tokens.json or tokenizer_config.json"
+            )
     return found
+
+
+def token_text(value, name: str, folder: Path) -> str:
+    """The text of a token that a tokenizer's files name."""
+    try:
+        return text_of(value, short(name, 40))
+    except BadLine as error:
+        raise ValueError(f"{folder}: {error}; correct tokenizer_config.json") from None
 
 
 class Tokenizer:
@@ -278,6 +319,8 @@ class Tokenizer:
                 f"{self.folder}: no tokenizer.json and no tokenizer.model; give a Hugging Face model folder"
             )
         self.used_ids = self.backend.used_ids
+        if not self.used_ids:
+            raise ValueError(f"{self.folder}: the tokenizer has no tokens; copy its files again")
         self.added = self.backend.added
         self.vocab_size = max(self.used_ids) + 1
         self.special_ids = sorted(self.backend.special_ids)
@@ -339,8 +382,8 @@ class Tokenizer:
                 ("bos", "eos", "pad", "unk", "mask", "cls", "sep")
             ):
                 text = value.get("content") if isinstance(value, dict) else value
-                if isinstance(text, str):
-                    found[name] = text
+                if text is not None:
+                    found[name] = token_text(text, name, self.folder)
         return found
 
     def _id_of(self, name: str) -> int | None:
@@ -357,20 +400,27 @@ class Tokenizer:
         found = {self._id_of("eos_token")}
         for name in ("generation_config.json", "config.json"):
             value = (read_json(self.folder / name) or {}).get("eos_token_id")
-            found |= set(value if isinstance(value, list) else [value])
-        return sorted(i for i in found if type(i) is int and i >= 0)
+            for i in value if isinstance(value, list) else [value]:
+                if i is not None and (type(i) is not int or not -1 <= i < 1 << 24):
+                    raise ValueError(
+                        f"{self.folder / name}: eos_token_id holds {short(repr(i), 40)}; correct it to ids"
+                    )
+                found.add(i)
+        return sorted(found - {None, -1})
 
     def _template_text(self) -> str | None:
         path = self.folder / "chat_template.jinja"
         if path.exists():
             try:
-                return path.read_text(encoding="utf-8")
-            except (UnicodeDecodeError, OSError) as error:
-                raise ValueError(f"{path}: cannot be read as UTF-8 ({error}); copy the file again") from None
+                return read_small(path).decode("utf-8")
+            except UnicodeDecodeError as error:
+                raise ValueError(
+                    f"{path}: not UTF-8 ({short(str(error), 100)}); copy the file again"
+                ) from None
         value = self.config.get("chat_template")
         if isinstance(value, list):  # several named templates
-            named = {t.get("name"): t.get("template") for t in value if isinstance(t, dict)}
-            value = named.get("default")
+            named = {str(t.get("name")): t.get("template") for t in value if isinstance(t, dict)}
+            value = named.get("default", False)
         if value is not None and not isinstance(value, str):
             raise ValueError(
                 f"{self.folder}/tokenizer_config.json: chat_template is not text; put a Jinja template there"
@@ -381,9 +431,8 @@ class Tokenizer:
         digest = hashlib.blake2b(digest_size=16)
         for name in ("tokenizer.json", "tokenizer.model", "added_tokens.json"):
             path = self.folder / name
-            digest.update(
-                f"{name} {path.stat().st_size}\n".encode() + path.read_bytes() if path.exists() else b"-"
-            )
+            content = read_small(path) if path.exists() else None
+            digest.update(b"-" if content is None else f"{name} {len(content)}\n".encode() + content)
         parts = (self.template_text, self.named_tokens, self.eos_ids, sorted(self.added.items()))
         flags = [self.config.get(key) for key in ("legacy", "add_bos_token")]
         digest.update(json.dumps([FORMAT, parts, flags]).encode())
@@ -687,9 +736,9 @@ def given_tokens(tokenizer: Tokenizer, record: dict) -> tuple[list[int], list[in
     if not isinstance(ids, list) or not isinstance(mask, list) or len(ids) != len(mask) or not ids:
         raise BadLine("input_ids and loss_mask are not two lists of one length, one entry or more")
     limit = tokenizer.vocab_size
-    wrong = next((i for i in ids if type(i) is not int or not 0 <= i < limit), None)
-    if wrong is not None:
-        raise BadLine(f"input_ids holds {short(repr(wrong), 40)}; the tokenizer has ids 0 to {limit - 1}")
+    wrong = [i for i in ids if type(i) is not int or not 0 <= i < limit]
+    if wrong:
+        raise BadLine(f"input_ids holds {short(repr(wrong[0]), 40)}; the tokenizer has ids 0 to {limit - 1}")
     if any(type(m) not in (int, bool) or m not in (0, 1) for m in mask):
         raise BadLine("loss_mask holds something other than 0 and 1")
     return ids, [int(m) for m in mask]
@@ -716,7 +765,9 @@ def record_tokens(tokenizer: Tokenizer, record: dict, max_length: int) -> tuple[
 
 
 def short(text: str, length: int) -> str:
-    text = " ".join(text.split())
+    """One printable line of at most so many characters."""
+    text = " ".join(text[: 20 * length].split())
+    text = "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in text)
     return text if len(text) <= length else text[: length - 1] + "…"
 
 

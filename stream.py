@@ -53,13 +53,14 @@ class Shapes:
     def check(self, header: Tensor, kind: int, index: int, source: int) -> int:
         """Compare a received header with what must come next; returns the checksum of the integers."""
         got, want = header.tolist(), self.header(kind, index, 0).tolist()
-        names = "magic kind batch tokens anchors documents width dtype integers".split()
-        for name, a, b in zip(names, got, want, strict=False):
-            if a != b:
+        names = "magic kind batch tokens anchors documents width dtype integers checksum spare spare".split()
+        for name, a, b in zip(names, got, want, strict=True):
+            if a != b and name != "checksum":
                 raise StreamError(
-                    f"message from rank {source}: {name} is {a}, expected {b}: ranks differ in code or flags"
+                    f"message from rank {source}: {name} is {a}, expected {b}: ranks differ in code or "
+                    "flags: start all of them with the same"
                 )
-        return got[9]
+        return got[names.index("checksum")]
 
 
 def pack_integers(batch: Batch) -> Tensor:
@@ -185,7 +186,9 @@ class Receiver:
             integers = torch.zeros(self.shapes.integers, dtype=torch.int32)
             dist.recv(integers, source, group=self.world.headers)
             if zlib.crc32(integers.numpy()) != checksum:
-                raise StreamError(f"message from rank {source}: the integers of batch {index} are damaged")
+                raise StreamError(
+                    f"message from rank {source}: the integers of batch {index} are damaged: resume the run"
+                )
             features = self.buffers.all[at]
             if self.buffers.side is None:
                 work = dist.irecv(features, source)

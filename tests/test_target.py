@@ -403,7 +403,7 @@ BROKEN = {
     "index of a lost shard": (index_to("model-00001-of-00002.safetensors"), "00002.safetensors: not found"),
     "index cut off": (
         edit_file("model.safetensors.index.json", lambda p: p.write_text('{"weight_map"')),
-        "index.json: not a weight index",
+        "index.json: not JSON",
     ),
 }
 
