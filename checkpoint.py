@@ -332,7 +332,7 @@ def check_moments(moments: Any, optimizer: torch.optim.Optimizer, step: int) -> 
             shape = torch.Size() if name == "step" else places[i].shape
             value = entry.get(name) if isinstance(entry, dict) else None
             if not isinstance(value, Tensor) or value.shape != shape or value.dtype != torch.float32:
-                found = list(value.shape) if isinstance(value, Tensor) else short(repr(type(value)), 40)
+                found = list(value.shape) if isinstance(value, Tensor) else type(value).__name__
                 raise ValueError(f"optimizer.pt has moments of {found} for {list(shape)}")
             if not value.isfinite().all() or (name != "exp_avg" and (value < 0).any()):
                 raise ValueError(f"optimizer.pt has {name} of parameter {i} out of range")

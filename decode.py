@@ -775,7 +775,7 @@ class Parser(argparse.ArgumentParser):
     """A wrong flag is one line, as any other mistake is."""
 
     def error(self, message: str):
-        raise ValueError(f"{message}: see decode.py --help")
+        raise ValueError(f"{data.short(message, 300)}: see decode.py --help")
 
 
 def parse_flags(argv: list[str] | None) -> argparse.Namespace:
@@ -808,16 +808,21 @@ def parse_flags(argv: list[str] | None) -> argparse.Namespace:
     for name in ("max_new_tokens", "batch_size"):
         if getattr(c, name) < 1:
             raise ValueError(f"--{name.replace('_', '-')} {getattr(c, name)}: must be at least 1")
+    most = {"temperature": 1e3, "seed": (1 << 63) - 1, "batch_size": 1 << 16, "max_new_tokens": 1 << 24}
+    for name, limit in most.items():
+        if getattr(c, name) > limit:
+            raise ValueError(f"--{name.replace('_', '-')} {getattr(c, name)}: must be at most {limit}")
     if c.device not in ("", "cpu", "cuda"):
-        raise ValueError(f"--device {c.device}: give cuda or cpu")
+        raise ValueError(f"--device {data.short(c.device, 40)}: give cuda or cpu")
     if c.device == "cuda" and not torch.cuda.is_available():
         raise ValueError("--device cuda: torch sees no GPU here: leave it out, or check the driver")
     if c.dtype not in ("", "float32", "bfloat16", "float16"):
-        raise ValueError(f"--dtype {c.dtype}: give float32, bfloat16 or float16")
+        raise ValueError(f"--dtype {data.short(c.dtype, 40)}: give float32, bfloat16 or float16")
     if c.verify and c.temperature:
         raise ValueError("--verify --temperature: samples differ from run to run: leave one of them out")
     for name in filter(None, (c.json, c.png)):
         if not Path(name).absolute().parent.is_dir():
+            name = data.short(name, 100)
             raise ValueError(f"{name}: there is no folder {Path(name).absolute().parent}: make it first")
     c.device = c.device or ("cuda" if torch.cuda.is_available() else "cpu")
     c.dtype = c.dtype or ("bfloat16" if c.device == "cuda" else "float32")

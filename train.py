@@ -57,6 +57,11 @@ TINY = Path(__file__).parent / "assets" / "tiny"
 USER_CACHE = Path.home() / ".cache" / "blockdraft"
 SUMS = ("loss", "weight", "right", "slots", "prefix", "blocks")  # over the blocks of a step
 COMPUTED = (*SUMS, "grad_norm", "skipped")
+AT_MOST = {  # far beyond any use: a slip of the keyboard must not fill the memory
+    "token_budget": 1 << 24, "anchors": 1 << 22, "block_size": 1 << 8, "max_batch_size": 1 << 20,
+    "batches_per_step": 1 << 20, "draft_layers": 1 << 10, "taps": 1 << 10, "depth": 1 << 10,
+    "steps": 1 << 40, "epochs": 1 << 40, "seed": (1 << 63) - 1, "lr": 1e6,
+}  # fmt: skip
 CONTROL_FIELDS = ("step_s", "wait_s", "peak_gib", "free_gib", "stop", "tokens", *COMPUTED)
 
 
@@ -118,13 +123,16 @@ class Parser(argparse.ArgumentParser):
     """argparse prints its usage on every rank; a ValueError is printed once, as one line."""
 
     def error(self, message: str) -> typing.NoReturn:
-        raise ValueError(f"{message}: see train.py --help")
+        raise ValueError(f"{data.short(message, 300)}: see train.py --help")
 
 
 def parse_flags(argv: list[str] | None = None) -> Config:
     """The config from the command line; a resumed run's saved config fills in what is not given."""
     parser = Parser(
-        prog="train.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="train.py",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
     )
     for f in dataclasses.fields(Config):
         how: dict = {"type": f.type}
@@ -135,6 +143,7 @@ def parse_flags(argv: list[str] | None = None) -> Config:
         flag = "--" + f.name.replace("_", "-")
         parser.add_argument(flag, default=argparse.SUPPRESS, help=f.metadata["help"], **how)
     given = vars(parser.parse_args(argv))
+    check_values(given, "--{}: give another value")
     saved = {}
     if given.get("resume"):
         if "out" in given:
@@ -145,7 +154,24 @@ def parse_flags(argv: list[str] | None = None) -> Config:
             saved |= {"drafters": 0, "layout": ""}  # another world: split it anew
         known = {f.name for f in dataclasses.fields(Config)}
         saved = {k: v for k, v in saved.items() if k in known} | {"out": str(run)}
+        check_values(saved, f"{run}/config.json: {{}}: start the run anew")
     return Config(**(saved | given))
+
+
+def check_values(values: dict, place: str) -> None:
+    """ValueError where a field of the config has another type than its flag, or text that cannot be shown."""
+    for f in dataclasses.fields(Config):
+        if f.name not in values:
+            continue
+        value, listed = values[f.name], typing.get_origin(f.type) is list
+        texts = value if listed and isinstance(value, list) else [value]
+        good = (type(value) is list) == listed and all(type(v) is (str if listed else f.type) for v in texts)
+        good = good or (f.type is float and type(value) is int)
+        if not good or not all(v.isprintable() for v in texts if isinstance(v, str)):
+            kind = "a list of texts" if listed else f"a {f.type.__name__}"
+            raise ValueError(
+                place.format(f"{f.name.replace('_', '-')} {data.short(repr(value), 60)} is not {kind}")
+            )
 
 
 def resolve(c: Config, t: TargetConfig, world_size: int, nodes: int) -> Config:
@@ -175,6 +201,11 @@ def resolve(c: Config, t: TargetConfig, world_size: int, nodes: int) -> Config:
     for name in "steps batches_per_step save_every keep eval_every max_bad_lines drafters seed".split():
         if getattr(c, name) < 0:
             raise ValueError(f"--{name.replace('_', '-')} {getattr(c, name)}: must not be below 0")
+    if c.mask_token_id < -1:
+        raise ValueError(f"--mask-token-id {c.mask_token_id}: give a token id, or leave it out")
+    for name, most in AT_MOST.items():
+        if not getattr(c, name) <= most:
+            raise ValueError(f"--{name.replace('_', '-')} {getattr(c, name)}: must be at most {most}")
     if not c.data:
         raise ValueError("--data is missing: give the training data of this target, one or more JSONL files")
     if c.token_budget % model.TILE:
@@ -191,7 +222,7 @@ def resolve(c: Config, t: TargetConfig, world_size: int, nodes: int) -> Config:
     if not 0 <= c.warmup_ratio < 1:
         raise ValueError(f"--warmup-ratio {c.warmup_ratio}: must be at least 0 and below 1")
     if c.device not in ("", "cuda", "cpu"):
-        raise ValueError(f"--device {c.device}: give cuda or cpu")
+        raise ValueError(f"--device {data.short(c.device, 40)}: give cuda or cpu")
     return resolve_split(c, t, world_size, nodes)
 
 
@@ -199,7 +230,7 @@ def resolve_split(c: Config, t: TargetConfig, world_size: int, nodes: int) -> Co
     """Choose layout, drafters and batches per step for this world, or check what was asked for."""
     c.layout = c.layout or ("split" if world_size > 1 and c.drafters != world_size else "colocate")
     if c.layout not in ("split", "colocate"):
-        raise ValueError(f"--layout {c.layout}: give split or colocate")
+        raise ValueError(f"--layout {data.short(c.layout, 40)}: give split or colocate")
     if c.layout == "colocate":
         if c.drafters not in (0, world_size):
             raise ValueError(
