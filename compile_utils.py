@@ -25,6 +25,7 @@ import dataclasses
 import datetime
 import errno
 import fcntl
+import gzip
 import hashlib
 import importlib.metadata
 import inspect
@@ -42,6 +43,7 @@ import threading
 import time
 import traceback
 import warnings
+import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -111,7 +113,10 @@ def fingerprint_difference(theirs: dict[str, str], ours: dict[str, str] | None =
     """`torch 2.11.0 there, 2.13.0 here; gpu ...`, or an empty string."""
     ours = fingerprint() if ours is None else ours
     keys = [k for k in sorted(ours.keys() | theirs.keys()) if ours.get(k) != theirs.get(k)]
-    return "; ".join(f"{k} {theirs.get(k, 'unknown')} there, {ours.get(k, 'unknown')} here" for k in keys)
+    text = "; ".join(
+        f"{k} {theirs.get(k, 'unknown')} there, {ours.get(k, 'unknown')} here" for k in keys[:20]
+    )
+    return "".join(c if c.isprintable() else "?" for c in text)[:400]  # theirs may be anything
 
 
 def build_name(of: dict[str, str] | None = None) -> str:
@@ -342,11 +347,13 @@ def _empty_manifest(of: dict[str, str]) -> dict:
 def read_manifest(path: Path) -> dict:
     """The manifest; an empty dictionary when it is missing, broken or of another format."""
     try:
+        if path.stat().st_size > 64 * MIB:
+            return {}
         found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return {}
     good = isinstance(found, dict) and found.get("format") == FORMAT and isinstance(found.get("warm"), dict)
-    return found if good else {}
+    return found if good and all(isinstance(noted, dict) for noted in found["warm"].values()) else {}
 
 
 @contextlib.contextmanager
@@ -1206,24 +1213,42 @@ def _poorer(new: dict, old: dict) -> str:
     return f"{len(graphs)} more graphs" if graphs else ""
 
 
-def _read_header(path: Path) -> dict:
+class _Unpacked(gzip.GzipFile):
+    """What a bundle unpacks to; no single read may be far larger than the file: it would be a bomb."""
+
+    def read(self, size: int | None = -1) -> bytes:
+        if size is None or size < 0 or size > 64 * MIB + 100 * os.fstat(self.fileno()).st_size:
+            raise tarfile.ReadError("it claims to hold far more than it can")
+        return super().read(size)
+
+
+@contextlib.contextmanager
+def _open_bundle(path: Path) -> Iterator[tarfile.TarFile]:
+    """The bundle's tar; BundleError for whatever breaks while it is read."""
     try:
-        with tarfile.open(path, "r:gz") as tar:
-            first = tar.next()
-            if first is None or first.name != "header.json" or first.size > 64 * MIB:
-                raise BundleError(f"bundle {path}: this is not a blockdraft bundle")
-            header = json.load(tar.extractfile(first))
-    except (OSError, EOFError, ValueError, tarfile.TarError) as error:
-        if isinstance(error, BundleError):
-            raise
-        raise BundleError(f"bundle {path} is damaged ({error}). Fix: delete it and save it again") from error
+        with _Unpacked(path, "rb") as unpacked, tarfile.open(fileobj=unpacked, mode="r:") as tar:
+            yield tar
+    except BundleError:
+        raise
+    except (OSError, EOFError, ValueError, RecursionError, zlib.error, tarfile.TarError) as error:
+        reason = _first_line(error)[:200]
+        raise BundleError(f"bundle {path} is damaged ({reason}). Fix: delete it and save it again") from error
+
+
+def _read_header(path: Path) -> dict:
+    with _open_bundle(path) as tar:
+        first = tar.next()
+        if first is None or first.name != "header.json" or first.size > 64 * MIB:
+            raise BundleError(f"bundle {path}: this is not a blockdraft bundle. Fix: give one that it saved")
+        header = json.loads(tar.extractfile(first).read(first.size))
     if not isinstance(header, dict) or header.get("format") != FORMAT:
         raise BundleError(
             f"bundle {path} is of another version, this one reads format {FORMAT}. Fix: save it again"
         )
     parts = [header.get(name) for name in ("fingerprint", "warm", "files")]
     good = all(isinstance(part, dict) for part in parts) and all(type(n) is int for n in parts[2].values())
-    if not good:
+    good = good and all(isinstance(noted, dict) for noted in parts[1].values())
+    if not good or sum(parts[2].values()) > 64 * MIB + 100 * path.stat().st_size:
         raise BundleError(f"bundle {path} is damaged (its header). Fix: delete it and save it again")
     return header
 
@@ -1231,19 +1256,16 @@ def _read_header(path: Path) -> dict:
 def _read_members(path: Path, header: dict) -> dict[str, bytes]:
     """All files of a bundle, checked against its header before the first is written."""
     found = {}
-    try:
-        with tarfile.open(path, "r:gz") as tar:
-            for member in tar:
-                name = member.name.removeprefix("cache/")
-                if member.name == "header.json":
-                    continue
-                safe = member.isreg() and ".." not in Path(name).parts and "\0" not in name
-                safe = safe and _bundled(Path(name))
-                if not safe or header["files"].get(name) != member.size:
-                    raise BundleError(f"bundle {path}: unexpected member {member.name!r}. Fix: do not use it")
-                found[name] = tar.extractfile(member).read()
-    except (OSError, EOFError, tarfile.TarError) as error:
-        raise BundleError(f"bundle {path} is damaged ({error}). Fix: delete it and save it again") from error
+    with _open_bundle(path) as tar:
+        for member in tar:
+            name = member.name.removeprefix("cache/")
+            if member.name == "header.json":
+                continue
+            safe = member.isreg() and ".." not in Path(name).parts and "\0" not in name
+            safe = safe and _bundled(Path(name))
+            if not safe or header["files"].get(name) != member.size:
+                raise BundleError(f"bundle {path}: unexpected member {member.name!r}. Fix: do not use it")
+            found[name] = tar.extractfile(member).read(member.size)
     if found.keys() != header["files"].keys():
         raise BundleError(f"bundle {path} lacks files of its own list. Fix: delete it and save it again")
     return found
