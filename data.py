@@ -370,7 +370,7 @@ class Tokenizer:
             self._worker = None  # it is gone
             raise
         if "error" in reply:
-            raise ValueError(f"{self.folder}: {reply['error']}")
+            raise ValueError(f"{self.folder}: {reply['error']}; correct the chat template or the messages")
         return reply, body
 
     def _named_tokens(self) -> dict[str, str]:
