@@ -1079,7 +1079,7 @@ def load_bundle(path: str | Path, cache: CacheInfo | None = None) -> BundleInfo:
     try:
         problem = check_owner(path)
     except OSError as error:
-        raise BundleError(f"bundle {path}: {error.strerror}") from error
+        raise BundleError(f"bundle {path}: {error.strerror}. Fix: give a bundle that is there") from error
     if problem:
         raise BundleError(f"bundle {problem}. Fix: chmod 600 it if it is yours, make a new one if not")
     header = _read_header(path)

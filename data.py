@@ -80,6 +80,15 @@ def read_json(path: Path, fix: str = "copy the file again") -> dict | None:
     return value
 
 
+def unfit_name(text: str) -> str:
+    """Why a text cannot be the path of a file, or be shown in a message; empty if it can."""
+    if not text.isprintable():
+        return "holds characters that cannot be shown"
+    if len(text) > 1000 or any(len(part.encode("utf-8")) > 255 for part in text.split("/")):
+        return "is too long for the name of a file"
+    return ""
+
+
 def read_small(path: Path, fix: str = "copy the file again", most: int = MOST_FILE_BYTES) -> bytes:
     """A file that is read whole, its size checked first."""
     try:

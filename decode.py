@@ -84,7 +84,7 @@ def read_prompts(files: list[str], tokenizer: data.Tokenizer, every_turn: bool) 
 
 def prompt_ids(record: dict, tokenizer: data.Tokenizer, every_turn: bool) -> list[list[int]]:
     """Token ids of the prompts of one record: up to its last assistant turn, or up to each of them."""
-    if "messages" in record or "conversations" in record or "response" in record:
+    if "messages" in record or "conversations" in record or {"prompt", "response"} <= record.keys():
         messages = data.conversation_of(record) if has_answer(record) else record["messages"]
     elif "prompt" in record and tokenizer.template_text is not None:
         messages = [{"role": "user", "content": data.text_of(record["prompt"], "prompt")}]
@@ -113,8 +113,9 @@ def has_answer(record: dict) -> bool:
     ):
         return True
     for number, message in enumerate(messages, 1):
-        if message.get("role") not in data.ROLES:
-            raise data.BadLine(f"message {number} has the unknown role {message.get('role')!r}")
+        role = message.get("role")
+        if not isinstance(role, str) or role not in data.ROLES:
+            raise data.BadLine(f"message {number} has the unknown role {data.short(repr(role), 40)}")
         data.text_of(message.get("content"), f"content of message {number}")
     return not messages
 
@@ -802,6 +803,12 @@ def parse_flags(argv: list[str] | None) -> argparse.Namespace:
     add("--png", default="", help="draw the acceptance into this file")
     add("--show", type=int, default=0, help="print this many answers")
     c = parser.parse_args(argv)
+    for name in ("target", "draft", "prompts", "compile_cache", "json", "png"):
+        for text in c.prompts if name == "prompts" else [getattr(c, name)]:
+            if why := data.unfit_name(text):
+                raise ValueError(
+                    f"--{name.replace('_', '-')} {data.short(text, 60)} {why}: give another path"
+                )
     for name in ("limit", "temperature", "seed", "show"):
         if not getattr(c, name) >= 0:
             raise ValueError(f"--{name} {getattr(c, name)}: must not be below 0")

@@ -166,12 +166,14 @@ def check_values(values: dict, place: str) -> None:
         value, listed = values[f.name], typing.get_origin(f.type) is list
         texts = value if listed and isinstance(value, list) else [value]
         good = (type(value) is list) == listed and all(type(v) is (str if listed else f.type) for v in texts)
-        good = good or (f.type is float and type(value) is int)
-        if not good or not all(v.isprintable() for v in texts if isinstance(v, str)):
-            kind = "a list of texts" if listed else f"a {f.type.__name__}"
-            raise ValueError(
-                place.format(f"{f.name.replace('_', '-')} {data.short(repr(value), 60)} is not {kind}")
-            )
+        if f.type is float and type(value) is int and abs(value) < 1 << 53:
+            values[f.name], good = float(value), True
+        kind = "a list of texts" if listed else f"a {f.type.__name__}"
+        why = "" if good else f"is not {kind}"
+        why = why or next(filter(None, map(data.unfit_name, (v for v in texts if isinstance(v, str)))), "")
+        if why:
+            name, shown = f.name.replace("_", "-"), data.short(str(value), 60)
+            raise ValueError(place.format(f"{name} {shown} {why}"))
 
 
 def resolve(c: Config, t: TargetConfig, world_size: int, nodes: int) -> Config:
@@ -218,7 +220,9 @@ def resolve(c: Config, t: TargetConfig, world_size: int, nodes: int) -> Config:
             f"--block-size {c.block_size}: a block is one real token and at least one drafted: give 2 or more"
         )
     if c.max_length > t.max_position:
-        raise ValueError(f"--max-length {c.max_length}: the target takes {t.max_position} positions")
+        raise ValueError(
+            f"--max-length {c.max_length}: the target takes {t.max_position} positions: give less"
+        )
     if not 0 <= c.warmup_ratio < 1:
         raise ValueError(f"--warmup-ratio {c.warmup_ratio}: must be at least 0 and below 1")
     if c.device not in ("", "cuda", "cpu"):

@@ -565,7 +565,9 @@ def no_silent_default(place: Path) -> Callable[[object], None]:
                 f"{name} {value!r} is passed over"
             )
         template = c.get("chat_template")
-        assert template is None or tokenizer.template_text, f"chat_template {template!r} is passed over"
+        assert template is None or tokenizer.template_text is not None, (
+            f"chat_template {template!r} is passed over"
+        )
         for name in ("generation_config.json", "config.json"):
             path = place / name
             ids = json.loads(path.read_text()).get("eos_token_id") if path.exists() else None
