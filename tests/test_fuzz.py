@@ -1140,3 +1140,51 @@ def test_the_command_exits_2_with_one_line(script, tmp_path):
     )
     assert done.returncode == 2 and done.stderr.startswith(f"{name}: {flags[0]}") and done.stdout == ""
     assert len(done.stderr.splitlines()) == 1 and not list(tmp_path.iterdir())
+
+
+# ---------------------------------------------------------------------------------------------------------
+# SECURITY.md
+
+
+def test_code_of_a_model_folder_never_runs(base, tmp_path, monkeypatch):
+    """Neither code that its config names, nor modules that lie where the command is started."""
+    place, mark = copied(base / "json", tmp_path), tmp_path / "owned"
+    shutil.copy(base / "target" / "config.json", place)
+    shutil.copy(base / "target" / "model.safetensors", place)
+    for name in ("modeling_odd", "tokenization_odd", "tokenizers", "numpy", "jinja2", "json"):
+        (place / f"{name}.py").write_text(f"open({str(mark)!r}, 'w')\n")
+    for name, entry in (
+        ("config.json", {"AutoConfig": "modeling_odd.C"}),
+        ("tokenizer_config.json", {"AutoTokenizer": ["tokenization_odd.T", None]}),
+    ):
+        write_json(place / name, json.loads((place / name).read_text()) | {"auto_map": entry})
+    monkeypatch.chdir(place)
+    tokenizer = data.load_tokenizer(place)
+    assert "seven red boats" in tokenizer.render(SAMPLE)
+    tokenizer.close()
+    assert model.Target.load(place).c.layers == 6
+    c = json.loads((place / "config.json").read_text())
+    write_json(place / "config.json", c | {"architectures": ["OddForCausalLM"]})
+    with pytest.raises(ValueError, match="OddForCausalLM is not supported"):
+        model.Target.load(place)
+    assert not mark.exists()
+
+
+def test_no_source_loads_a_pickle_or_remote_code():
+    for path in [*ROOT.glob("*.py"), *ROOT.glob("diagnose/*.py")]:
+        text = path.read_text()
+        for call in re.findall(r"torch\.load\((?:[^()]|\([^()]*\))*\)", text):
+            assert "weights_only=True" in call, f"{path.name}: {call}"
+        assert not re.search(
+            r"pickle\.loads?\(|Unpickler\(|trust_remote_code=True|allow_pickle=True", text
+        ), path
+
+
+def test_every_test_that_security_md_names_is_there():
+    text = (ROOT / "SECURITY.md").read_text(encoding="utf-8")
+    named = re.findall(r"`(T|tests/\w+\.py)::(\w+)`", text)
+    rows = [line for line in text.splitlines() if line.startswith("| ") and "promise | test" not in line]
+    assert len(rows) >= 10 and all(re.search(r"`(T|tests/\w+\.py)::\w+`", row) for row in rows)
+    for file, name in named:
+        source = (ROOT / ("tests/test_fuzz.py" if file == "T" else file)).read_text()
+        assert f"\ndef {name}(" in source and (file != "T" or name in KINDS or name.startswith("test_")), name
