@@ -409,6 +409,7 @@ def export(drafter: Drafter, folder: Path) -> None:
         for name, p in drafter.state_dict().items()
     }
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    os.chmod(folder / "model.safetensors", 0o644)  # a server may run as somebody else
     (folder / "config.json").write_text(json.dumps(export_config(drafter.c), indent=2) + "\n")
     back = load_file(folder / "model.safetensors")
     assert back.keys() == weights.keys() == {export_name(n) for n, _ in drafter.named_parameters()}

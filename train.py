@@ -191,8 +191,8 @@ def resolve(c: Config, t: TargetConfig, world_size: int, nodes: int) -> Config:
     c.lr = c.lr or (3e-3 if tiny else 6e-4)
     if tiny:
         c.steps = c.steps or (0 if c.epochs else 250)
-        c.eval_every = c.eval_every or c.steps // 5
-        c.data, c.eval_data = c.data or [str(TINY / "train.jsonl")], c.eval_data or [str(TINY / "eval.jsonl")]
+        if not c.data:
+            c.data, c.eval_data = [str(TINY / "train.jsonl")], c.eval_data or [str(TINY / "eval.jsonl")]
     c.epochs = c.epochs or 6
     positive = (
         "token_budget max_batch_size max_length block_size draft_layers taps anchors anchor_chunk gamma lr "
@@ -232,7 +232,7 @@ def resolve(c: Config, t: TargetConfig, world_size: int, nodes: int) -> Config:
 
 def resolve_split(c: Config, t: TargetConfig, world_size: int, nodes: int) -> Config:
     """Choose layout, drafters and batches per step for this world, or check what was asked for."""
-    c.layout = c.layout or ("split" if world_size > 1 and c.drafters != world_size else "colocate")
+    c.layout = c.layout or ("split" if world_size > 1 else "colocate")
     if c.layout not in ("split", "colocate"):
         raise ValueError(f"--layout {data.short(c.layout, 40)}: give split or colocate")
     if c.layout == "colocate":
@@ -263,9 +263,11 @@ def resolve_split(c: Config, t: TargetConfig, world_size: int, nodes: int) -> Co
             best = per_node * ours / (ours + theirs)
             c.drafters = min(fits, key=lambda n: (abs(n - best), n)) * nodes
         if c.drafters % nodes or not 0 < c.drafters // nodes < per_node:
+            most = (per_node - 1) * nodes
+            choice = f"a multiple of {nodes} from {nodes} to {most}" if nodes > 1 else f"1 to {most}"
             raise ValueError(
-                f"--drafters {c.drafters}: on {nodes} node(s) of {per_node} ranks give a multiple of {nodes} "
-                f"from {nodes} to {(per_node - 1) * nodes}, so that each node has a target and a drafter"
+                f"--drafters {c.drafters}: on {nodes} node(s) of {per_node} ranks give "
+                f"{choice if most > nodes else most}, so that a node has a target too, or --layout colocate"
             )
     c.batches_per_step = c.batches_per_step or c.drafters
     if c.batches_per_step % c.drafters:
@@ -344,7 +346,7 @@ class Job:
         self.folder = world.together(
             lambda: checkpoint.RunFolder(run) if world.rank == 0 else None, "run folder"
         )
-        ending.on_forced_end = lambda why: self.note_failure(f"ended by force: {why}")
+        ending.on_forced_end = self.end_by_force
         facts = world.gather(self.batches.facts if self.batches else None)
         self.facts = next(f for f in facts if f)
         self.notes = [self.facts["note"]] if self.facts["note"] else []
@@ -352,13 +354,15 @@ class Job:
             t, c.draft_layers, c.block_size, c.taps, self.facts["mask_token"]
         )
         self.total_steps = c.steps or c.epochs * steps_per_epoch(c, self.facts["batches"])
-        self.eval_every = c.eval_every or -(-self.total_steps // 10)
+        self.eval_every = c.eval_every or -(-self.total_steps // (10 if c.target else 5))
         self.save_every = c.save_every or -(-self.total_steps // 4)
         self.first_step, self.last_step = 0, self.total_steps  # last_step shrinks when a stop is asked for
         width = len(self.drafter_config.ids) * t.hidden
         self.shapes = stream.Shapes(c.token_budget, c.anchors, c.max_batch_size, width, self.dtype)
-        ahead = -(-(world.targets if not world.colocate else 0) // c.batches_per_step)
-        self.control = Control(world, 1 + c.depth + ahead, CONTROL_FIELDS)
+        # The targets are ahead of the drafters; ranks that do both are not, and can stop at once.
+        ahead = 0 if world.colocate else c.depth - (-world.targets // c.batches_per_step)
+        self.stop_notice = 1 if world.colocate else 1 + c.depth
+        self.control = Control(world, 1 + ahead, CONTROL_FIELDS)
 
     def load_models(self) -> None:
         c, d = self.c, self.drafter_config
@@ -379,6 +383,13 @@ class Job:
             )
         else:
             self.world.together(lambda: None, "target")
+
+    def end_by_force(self, why: str) -> None:
+        """What is said when no step ends any more; a failure elsewhere has been said by its rank."""
+        self.note_failure(f"ended by force: {why}")
+        if self.folder:
+            newest = (checkpoint.checkpoints(self.run) or ["none yet"])[-1]
+            self.folder.say(f"ended by force: {why}; newest checkpoint: {newest}")
 
     def note_failure(self, why: str) -> None:
         """status.json says failed; where rank 0 is gone without a word, another rank writes it."""
@@ -774,7 +785,7 @@ class Pulse:
         if values is None:
             return
         if any(values["stop"]):
-            job.last_step = min(job.last_step, step + 1 + job.c.depth)
+            job.last_step = min(job.last_step, step + job.stop_notice)
         self.bad_in_a_row = self.bad_in_a_row + 1 if values["skipped"][0] else 0
         if self.bad_in_a_row == 5:
             raise UserError(
@@ -1056,7 +1067,8 @@ def train(job: Job) -> None:
         place = (checkpoint.checkpoints(folder.path) or [folder.path])[-1]
         folder.say(f"{'stopped' if stopped else 'finished'}: checkpoint {place}, export {place / 'export'}")
         if stopped:
-            folder.say(f"go on with: train.py --resume {folder.path}")
+            ranks = f"torchrun --nproc_per_node={world.per_node}" if world.size > 1 else "python"
+            folder.say(f"go on with: {ranks} train.py --resume {folder.path}")
 
 
 def end_badly(error: BaseException, world: World, ending: Ending, job: Job | None) -> int:

@@ -22,7 +22,9 @@ import torch
 import torch.distributed as dist
 
 T = TypeVar("T")
-STOP_LIMIT_S = 20.0  # after a signal the process ends by itself after this long; torchrun kills it after 30 s
+# After a signal the process ends by itself after this long: torchrun kills it after 30 s, nobody a plain
+# process.
+STOP_LIMIT_S = 20.0 if "TORCHELASTIC_RUN_ID" in os.environ else 300.0
 FAILURE_LIMIT_S = 8.0  # likewise after another rank's failure
 LOST = re.compile("connection (closed|reset|refused)|broken pipe|socket", re.IGNORECASE)
 ATTEMPT = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
