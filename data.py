@@ -155,6 +155,7 @@ class SentencePieceBackend:
             self.first = SentencePieceProcessor(model_proto=proto)
             # Bytes appended to a protobuf message override fields: normalizer_spec.add_dummy_prefix = false.
             rest = SentencePieceProcessor(model_proto=proto + b"\x1a\x02\x18\x00")
+            pieces = [self.first.id_to_piece(i) for i in range(self.first.get_piece_size())]
         except (RuntimeError, ValueError, OSError) as error:
             raise ValueError(
                 f"{path}: not a SentencePiece model ({short(str(error), 200)}); copy the file again"
@@ -163,7 +164,6 @@ class SentencePieceBackend:
         self.prefix_ids = (
             [self.first.bos_id()] if config.get("add_bos_token") and self.first.bos_id() >= 0 else []
         )
-        pieces = [self.first.id_to_piece(i) for i in range(self.first.get_piece_size())]
         try:
             known = self._user_defined(proto)
         except ValueError as error:
@@ -490,7 +490,7 @@ class Tokenizer:
             ) from None
         if len(text) > 4 * MAX_LINE_BYTES:
             raise BadLine(f"the chat template makes {len(text):,} characters of it")
-        return text
+        return text_of(text, "what the chat template makes of it")
 
 
 def load_tokenizer(folder: str | Path) -> Tokenizer:
