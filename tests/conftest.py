@@ -1,11 +1,19 @@
 """Fixtures that several test files share."""
 
+import sys
 from pathlib import Path
 
 import pytest
 from launch import Launcher
 
 TINY = Path(__file__).resolve().parent.parent / "assets" / "tiny"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def as_in_a_fresh_process():
+    """What other files' tests compiled in this process must not be counted here."""
+    if "torch._dynamo" in sys.modules:
+        sys.modules["torch._dynamo"].utils.counters.clear()
 
 
 @pytest.fixture(scope="session")
