@@ -112,7 +112,11 @@ def note_failure(run: Path, why: str) -> None:
     try:
         with open(run / ".lock", "r+") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if json.loads((run / "status.json").read_text(encoding="utf-8"))["state"] == "running":
+            try:
+                over = json.loads((run / "status.json").read_text(encoding="utf-8"))["state"] != "running"
+            except (ValueError, KeyError, TypeError):  # damaged: what is known now is better
+                over = False
+            if not over:
                 write_status(run, "failed", why=why)
     except (BlockingIOError, FileNotFoundError):  # it lives and writes itself, or is on another machine
         pass

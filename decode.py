@@ -579,7 +579,9 @@ def finished(run: Path, target: str) -> bool:
     try:
         status = json.loads((run / "status.json").read_text(encoding="utf-8"))
         saved = checkpoint.read_config(run)
-    except ValueError:
+    except (ValueError, OSError):  # a run that ended before it wrote them, or damaged files
+        return False
+    if not isinstance(status, dict):
         return False
     same = (Path(saved.get("target") or TINY)).resolve() == (Path(target or TINY)).resolve()
     return same and status.get("state") == "finished"

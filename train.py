@@ -1033,7 +1033,8 @@ def memory_explained(job: Job) -> Iterator[None]:
 def banner(job: Job) -> Iterator[str]:
     c, world, d = job.c, job.world, job.drafter_config
     dtype = str(job.dtype).removeprefix("torch.")
-    yield f"run {job.folder.path} | target {c.folder} | {job.facts['about']}"
+    target = c.folder.relative_to(Path.cwd()) if c.folder.is_relative_to(Path.cwd()) else c.folder
+    yield f"run {job.folder.path} | target {target} | {job.facts['about']}"
     roles = f"{world.drafters} drafter(s) + {world.targets} target(s)"
     if world.colocate:
         roles = f"{world.size} rank(s), each drafter and target"
