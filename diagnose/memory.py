@@ -620,8 +620,15 @@ def run_suite(report: Report, only: str, cache: str) -> None:
                 child.join()
             name, role, _, file = job
             if Path(file).exists():
-                rows.append((name, json.loads(Path(file).read_text())))
-                report.say(f"{name} {role}: {time.perf_counter() - begun:.0f} s")
+                m = json.loads(Path(file).read_text())
+                rows.append((name, m))
+                found = (
+                    f"{said(m['paper'])} on paper, {said(m['device'])} in use, {said(m['tensors'])} tensors"
+                )
+                # At once, not only in the table: a suite that is cut off has still measured something.
+                report.say(
+                    f"{name} {role} {m['budget']}/{m['chunk']}: {found} ({time.perf_counter() - begun:.0f} s)"
+                )
             else:
                 log = Path(f"{file}.log")
                 last = (
