@@ -28,7 +28,6 @@ from model import (
     WIDEST,
     Drafter,
     DrafterConfig,
-    Target,
     TargetConfig,
     check_heads,
     layer_kinds,
@@ -557,10 +556,3 @@ def _fill(
         for name, p in drafter.named_parameters():
             p.copy_(weights[name_of(name)])
     return drafter.to(device)
-
-
-def load_target_for(
-    drafter: Drafter, folder: str | Path, device: torch.device | str, dtype: torch.dtype
-) -> Target:
-    """The target of a drafter, with only the layers that are tapped."""
-    return Target.load(folder, device, dtype, layers=max(drafter.c.ids) + 1, head=False)

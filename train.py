@@ -612,17 +612,21 @@ def accumulate(job: Job, replica: nn.Module, batch: data.Batch, features_TKH: Te
                 torch.autograd.backward([loss, *(t for t, _ in ends)], [None, *(grad for _, grad in ends)])
             else:
                 loss.backward()
-        totals += measure(loss.detach(), predicted, blocks)
+        totals += measure(loss.detach(), outcomes(predicted, blocks), blocks)
     return totals
 
 
-def measure(loss: Tensor, predicted: Tensor, blocks: Blocks) -> Tensor:
-    """fp32 sums [loss, weight, right, slots, prefix, blocks] of a chunk, on the device."""
+def outcomes(predicted: Tensor, blocks: Blocks) -> tuple[Tensor, Tensor, Tensor]:
+    """Of the drafted slots: right and supervised, bool [A, B-1], and each block's matching prefix [A]."""
     labels, weights = blocks.labels_AB[:, 1:], blocks.weights_AB[:, 1:]
     supervised = weights > 0
-    right = (predicted == labels) & supervised
-    prefix = model.matching_prefix(predicted, labels, weights)
-    sums = (loss, weights.sum(), right.sum(), supervised.sum(), prefix.sum(), blocks.real_A.sum())
+    return (predicted == labels) & supervised, supervised, model.matching_prefix(predicted, labels, weights)
+
+
+def measure(loss: Tensor, found: tuple[Tensor, Tensor, Tensor], blocks: Blocks) -> Tensor:
+    """fp32 sums [loss, weight, right, slots, prefix, blocks] of a chunk and its outcomes, on the device."""
+    right, supervised, prefix = (part.sum() for part in found)
+    sums = (loss, blocks.weights_AB[:, 1:].sum(), right, supervised, prefix, blocks.real_A.sum())
     return torch.stack([s.float() for s in sums])
 
 
@@ -672,15 +676,12 @@ def evaluate(job: Job, feed: Streamed | Colocated) -> dict:
         anchors_A, prefixes = every_anchor(batch, c.anchor_chunk), []
         for blocks in to_blocks(job, batch, anchors_A):
             loss, predicted = job.drafter(kv, blocks)
-            totals += measure(loss, predicted, blocks)
-            supervised = blocks.weights_AB[:, 1:] > 0
-            by_slot[0] += ((predicted == blocks.labels_AB[:, 1:]) & supervised).sum(0)
-            by_slot[1] += supervised.sum(0)
-            prefixes.append(
-                model.matching_prefix(predicted, blocks.labels_AB[:, 1:], blocks.weights_AB[:, 1:])
-            )
-        prefix_T = torch.zeros(c.token_budget, dtype=torch.int64)
-        prefix_T[anchors_A.clamp(min=0)] = torch.cat(prefixes).cpu() * (anchors_A >= 0)
+            right, supervised, prefix = found = outcomes(predicted, blocks)
+            totals += measure(loss, found, blocks)
+            by_slot += torch.stack([right.sum(0), supervised.sum(0)])
+            prefixes.append(prefix)
+        prefix_T, real = torch.zeros(c.token_budget, dtype=torch.int64), anchors_A >= 0
+        prefix_T[anchors_A[real]] = torch.cat(prefixes).cpu()[real]
         for document, tokens, drafted in model.walk_answers(prefix_T, batch.mask_T, batch.doc_T):
             walked[:, batch.source_D[document]] += torch.tensor([tokens, drafted])
         feed.release()
