@@ -1,0 +1,724 @@
+"""The target's own answers to prompts, as training data: JSONL in, JSONL out that train.py reads.
+
+    python generate.py --target DIR --prompts FILE... --out FILE.jsonl                            # greedy
+    torchrun --nproc_per_node=8 generate.py --target DIR --prompts FILE... --out FILE.jsonl       # 8 GPUs
+    python generate.py --server http://HOST:8000 --model NAME --prompts FILE... --out FILE.jsonl
+    python generate.py --target DIR --prompts FILE... --out FILE.jsonl --temperature 0.7 --seed 1
+
+Prompts are what decode.py reads; of a recorded conversation the last answer is written anew, and every other
+field of a line is kept. A line of the output adds `prompt_id`, `tokens` (of the answer) and `finished`: false
+where --max-new-tokens cut the answer, which train.py then takes without an end of turn.
+
+Stopped in any way, the same command goes on where it was, under any number of ranks: finished answers lie in
+FILE.jsonl.parts/ until all are there, and are then put together in the order of the prompts.
+
+A fixed number of rows is decoded at a time; a row that ends takes the next prompt. Greedy answers, and
+samples for a given --seed, do not depend on what else is decoded beside them.
+
+Shape letters: P rows, R prompts prefilled together, W their padded length, Q new tokens of a row, C capacity
+of a cache, V vocabulary, H hidden.
+"""
+
+import argparse
+import collections
+import dataclasses
+import datetime
+import fcntl
+import hashlib
+import itertools
+import json
+import queue
+import random
+import shutil
+import sys
+import threading
+import time
+import urllib.error
+import urllib.parse
+import urllib.request
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from tqdm import tqdm
+
+import data
+import decode
+import model
+from decode import Prompt, Snapshot
+from model import Target
+from world import env_int
+
+TINY = decode.TINY
+CONSUMED = ("messages", "conversations", "system", "prompt", "response", "text", "input_ids", "loss_mask")
+PREFILL = 8192  # padded tokens of one prefill
+CHUNK = 1024  # of which so many of a row at a time: the mask is [W, W] otherwise
+FEW = 8  # rows of a small prefill
+STEPS = 8  # steps of all rows between two looks at them, on a GPU
+ROWS = 256  # where memory allows
+ATTEMPTS = 8  # of a request, waiting 1, 2, 4, ... s, at most a minute
+MOST_REFUSED = 20  # requests a server may refuse before it has answered one
+REPLY_BYTES = 64 << 20
+
+
+# ---------------------------------------------------------------------------------------------------------
+# Prompts
+
+
+@dataclasses.dataclass
+class Item:
+    """One line of the prompts. `messages` is None for a plain text to go on from."""
+
+    where: str
+    record: dict
+    messages: list[dict] | None
+    text: str
+    source: str
+    id: str = ""
+
+
+def read_items(files: list[str], chat: bool) -> list[Item]:
+    """Every prompt of JSONL files; ValueError names the file and line."""
+    items = []
+    for name in files:
+        try:
+            lines = Path(name).read_bytes().splitlines()
+        except OSError as error:
+            raise ValueError(
+                f"--prompts {name}: cannot be read ({error.strerror}): give a JSONL file"
+            ) from None
+        for number, line in enumerate(lines, 1):
+            if not line.strip():
+                continue
+            where = f"{name}:{number}"
+            try:
+                record = data.parse_line(line)
+                data.text_of(json.dumps(record, ensure_ascii=False), "the record")
+                messages, text = question(record, chat)
+            except ValueError as error:
+                raise ValueError(f"{where}: {error}: correct or remove this line") from None
+            items.append(Item(where, record, messages, text, str(record.get("source", Path(name).stem))))
+    if not items:
+        raise ValueError(f"--prompts {' '.join(files)}: no prompts: give JSONL with messages, prompt or text")
+    return items
+
+
+def question(record: dict, chat: bool) -> tuple[list[dict] | None, str]:
+    """(messages up to the last answer, ""), or (None, text to go on from): where there is no chat template a
+    `prompt` is such a text.
+    """
+    if "messages" in record or "conversations" in record:
+        messages = data.conversation_of(record) if decode.has_answer(record) else record["messages"]
+        return (messages[:-1] if messages[-1]["role"] == "assistant" else messages), ""
+    if "prompt" in record and chat:
+        return [{"role": "user", "content": data.text_of(record["prompt"], "prompt")}], ""
+    name = "prompt" if "prompt" in record else "text"
+    if name not in record:
+        raise data.BadLine("no messages, prompt or text")
+    return None, data.text_of(record[name], name)
+
+
+def name_items(items: list[Item], settings: list) -> None:
+    """Each item's id: a hash of its prompt, of its number among equal ones, and of what shapes the answer."""
+    seen: collections.Counter = collections.Counter()
+    for item in items:
+        asked = json.dumps([item.messages, item.text])
+        content = json.dumps([settings, asked, seen[asked]]).encode()
+        seen[asked] += 1
+        item.id = hashlib.blake2b(content, digest_size=8).hexdigest()
+
+
+def model_digest(folder: Path, tokenizer: data.Tokenizer) -> str:
+    """Digest of a target: its config, its tokenizer, and samples of its weights, which may be many GB."""
+    digest = hashlib.blake2b((folder / "config.json").read_bytes(), digest_size=16)
+    digest.update(tokenizer.fingerprint.encode())
+    for path in model.weight_files(folder):
+        size = path.stat().st_size
+        digest.update(f"{path.name} {size}".encode())
+        with path.open("rb") as file:
+            for part in range(256):
+                file.seek(size * part // 256)
+                digest.update(file.read(512))
+    return digest.hexdigest()
+
+
+def answer_line(item: Item, answer: str, tokens: int, finished: bool, ids: tuple = ()) -> dict:
+    """The record of the output; of a plain text also its exact tokens, `ids` (prompt, answer)."""
+    if item.messages is not None and not answer.strip():
+        return left_out(item, "empty answer")
+    line = {k: v for k, v in item.record.items() if k not in CONSUMED}
+    line |= {"source": item.source, "prompt_id": item.id, "tokens": tokens, "finished": finished}
+    if item.messages is not None:
+        return line | {"messages": [*item.messages, {"role": "assistant", "content": answer}]}
+    prompt, new = ids
+    line |= {"text": item.text + answer, "input_ids": [*prompt, *new]}
+    return line | {"loss_mask": [0] * len(prompt) + [1] * len(new)}
+
+
+def left_out(item: Item, why: str) -> dict:
+    """A line of the parts that says why there is none in the output."""
+    return {"prompt_id": item.id, "left_out": f"{item.where}: {why}"}
+
+
+# ---------------------------------------------------------------------------------------------------------
+# The output: a part for each rank, then one file
+
+
+class Store:
+    """FILE.jsonl.parts/, one file a rank, appended to in whole lines; FILE.jsonl once all is there."""
+
+    def __init__(self, out: str, items: list[Item]):
+        self.out, self.folder = Path(out), Path(f"{out}.parts")
+        self.items = items
+        known = {item.id for item in items}
+        self.done = {id for id, _ in self.lines()}
+        if strange := self.done - known:
+            raise ValueError(
+                f"--out {data.short(out, 60)} holds {len(strange)} answer(s) to other prompts, of another "
+                "target or made with other flags: give another --out, or remove it"
+            )
+
+    def lines(self) -> Iterator[tuple[str, bytes]]:
+        """(id, line) of everything written so far, a torn last line left out; ids can repeat after a kill."""
+        for path in [self.out, *sorted(self.folder.glob("*.jsonl"))]:
+            try:
+                content = path.read_bytes()
+            except FileNotFoundError:
+                continue
+            except OSError as error:
+                raise ValueError(f"{path}: cannot be read ({error.strerror}): check it") from None
+            for number, line in enumerate(content.split(b"\n")[:-1], 1):
+                try:
+                    yield data.text_of(data.parse_line(line).get("prompt_id"), "prompt_id"), line
+                except data.BadLine as error:
+                    raise ValueError(
+                        f"{path}:{number}: {error}: not a line of generate.py: give another --out"
+                    ) from None
+
+    def open(self, rank: int) -> None:
+        """Take this rank's part; what a kill left of a line is cut off."""
+        self.folder.mkdir(exist_ok=True)
+        path = self.folder / f"{rank:05d}.jsonl"
+        self.file = path.open("ab+")
+        try:
+            fcntl.flock(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ValueError(f"{path}: another run writes it: wait for it, or give another --out") from None
+        self.file.seek(0)
+        content = self.file.read()
+        self.file.truncate(content.rfind(b"\n") + 1)
+
+    def add(self, line: dict) -> None:
+        self.file.write(json.dumps(line, ensure_ascii=False).encode() + b"\n")
+        self.file.flush()
+
+    def merge(self) -> list[dict]:
+        """All lines in the order of the prompts, into the output, which is replaced at once."""
+        found = dict(self.lines())
+        missing = sum(item.id not in found for item in self.items)
+        if missing:
+            raise ValueError(f"{missing} answers are not in {self.folder}: all nodes must share that folder")
+        lines = [found[item.id] for item in self.items]
+        records = [json.loads(line) for line in lines]
+        kept = [line for line, r in zip(lines, records, strict=True) if "left_out" not in r]
+        data.write_whole(self.out, b"".join(line + b"\n" for line in kept))
+        shutil.rmtree(self.folder)
+        return records
+
+
+# ---------------------------------------------------------------------------------------------------------
+# The target
+
+
+def uniform(key_P: Tensor, count_P: Tensor) -> Tensor:
+    """A number in [0, 1) for each key and count, fp64: the splitmix64 hash, in wrapping int64 arithmetic."""
+    x = key_P + count_P * -0x61C8864680B583EB
+    x = (x ^ (x >> 30 & (1 << 34) - 1)) * -0x40A7B892E31B1A47
+    x = (x ^ (x >> 27 & (1 << 37) - 1)) * -0x6B2FB644ECCEEE15
+    x = x ^ (x >> 31 & (1 << 33) - 1)
+    return (x >> 11 & (1 << 53) - 1).double() / (1 << 53)
+
+
+def sample(logits_PV: Tensor, temperature: float, uniform_P: Tensor) -> Tensor:
+    """The token at which the cumulated probabilities pass the row's random number."""
+    cumulated_PV = torch.softmax(logits_PV.float() / temperature, -1).cumsum(-1, dtype=torch.float64)
+    return (cumulated_PV <= uniform_P[:, None] * cumulated_PV[:, -1:]).sum(-1)
+
+
+def size_at_least(need: int, most: int) -> int:
+    """The smallest of 64, 96, 128, 192, 256, ... that holds so much: one graph for each."""
+    size = 64
+    while size < need:
+        size = size * 3 // 2 if size & (size - 1) == 0 else size // 3 * 4
+    return min(size, most)
+
+
+class Writer(decode.Engine):
+    """The target alone over P rows, which prompts enter many at a time."""
+
+    def __init__(self, target: Target, stops: list[int], rows: int, capacity: int, temperature: float = 0.0):
+        super().__init__(target, None, stops, rows, capacity)
+        self.temperature = temperature
+        self.steps = STEPS if self.device.type == "cuda" else 1
+        self.key_P = self.integers(rows)
+        c = target.c
+        shape = (c.layers, 1, max(PREFILL, self.capacity), c.kv_heads, c.head_dim)
+        self.scratch = model.new_cache(*shape, self.device, target.dtype)
+        self.inbox: dict[tuple[int, int], Tensor] = {}
+        self.ready: set[tuple] = set()
+        self.pool = torch.cuda.graph_pool_handle() if self.device.type == "cuda" else None
+
+    # Passes: each reads and writes static buffers only
+
+    def pick(self, x_PH: Tensor, key_P: Tensor, count_P: Tensor) -> Tensor:
+        logits_PV = self.logits(x_PH)
+        if not self.temperature:
+            return logits_PV.argmax(-1)
+        return sample(logits_PV, self.temperature, uniform(key_P, count_P))
+
+    def step(self, seen: int) -> None:
+        """One token for every row, none of which that goes on is longer than `seen`."""
+        self.seen = seen
+        token_P, first_P = self.last_tokens()
+        x_PH, _ = self.extend_target(token_P[:, None], first_P, self.cache, ())
+        new_P = self.pick(x_PH, self.key_P, self.length_P)
+        self.append(new_P[:, None], torch.ones_like(new_P))
+
+    def admit(self, slots: int, width: int) -> None:
+        """Prefill the prompts of the inbox: caches, first token and state of their rows."""
+        inbox = self.inbox[slots, width]
+        row_R, length_R, limit_R, key_R = inbox[:, :4].unbind(1)
+        prompt_RW = inbox[:, 4:]
+        caches = [
+            tuple(t[0, : slots * width].unflatten(0, (slots, width)) for t in pair) for pair in self.scratch
+        ]
+        x_RH = self.prefilled(prompt_RW, length_R, caches)
+        token_R = self.pick(x_RH, key_R, length_R)
+        for cache, made in zip(self.cache, caches, strict=True):
+            for whole, part in zip(cache, made, strict=True):
+                whole[:, :width].index_copy_(0, row_R, part)
+        self.tokens_PC[:, :width].index_copy_(0, row_R, prompt_RW)
+        self.tokens_PC[row_R, length_R] = token_R
+        self.length_P[row_R] = length_R + 1
+        self.limit_P[row_R] = limit_R
+        self.key_P[row_R] = key_R
+        stopped_R = (token_R[:, None] == self.stops_E).any(-1)
+        self.done_P[row_R] = stopped_R | (length_R + 1 >= limit_R)
+
+    def prefilled(self, prompt_RW: Tensor, length_R: Tensor, caches: list) -> Tensor:
+        """The last layer's output at each prompt's last token [R, H]."""
+        slots, width = prompt_RW.shape
+        row_R = torch.arange(slots, device=self.device)
+        found_RH = None
+        for low in range(0, width, CHUNK):
+            part = prompt_RW[:, low : low + CHUNK]
+            self.seen = low + part.shape[1]
+            x, _ = self.extend_target(part, torch.zeros_like(length_R) + low, caches, ())
+            at_R = length_R - 1 - low
+            x_RH = x.unflatten(0, part.shape)[row_R, at_R.clamp(0, part.shape[1] - 1)]
+            found_RH = x_RH if found_RH is None else torch.where(at_R[:, None] >= 0, x_RH, found_RH)
+        return found_RH
+
+    def launch(self, *key) -> None:
+        """Run a pass; on a GPU the first time as it is, from the second time on as one CUDA graph."""
+        if key not in self.graphs and (self.pool is None or key not in self.ready):
+            getattr(self, key[0])(*key[1:])
+            self.ready.add(key)
+            return
+        if key not in self.graphs:
+            self.graphs[key] = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(self.graphs[key], pool=self.pool):
+                getattr(self, key[0])(*key[1:])
+        self.graphs[key].replay()
+
+    # Decoding
+
+    def enter(self, rows: list[int], prompts: list[tuple[Prompt, int]]) -> None:
+        """Prefill these (prompt, key) into these rows; slots left over repeat the first."""
+        width = size_at_least(max(len(p.ids) for p, _ in prompts), self.capacity)
+        slots = self.slots(width, len(rows))
+        lines = [
+            [row, len(p.ids), p.limit, key, *p.ids, *[0] * (width - len(p.ids))]
+            for row, (p, key) in zip(rows, prompts, strict=True)
+        ]
+        lines += [lines[0]] * (slots - len(lines))
+        if (slots, width) not in self.inbox:
+            self.inbox[slots, width] = self.integers(slots, 4 + width)
+        content = torch.tensor(lines)
+        content = content.pin_memory() if self.pool is not None else content
+        self.inbox[slots, width].copy_(content, non_blocking=True)
+        self.launch("admit", slots, width)
+
+    def slots(self, width: int, wanted: int) -> int:
+        """How many prompts of this width one prefill takes."""
+        most = min(max(1, PREFILL // width), -(-self.rows // FEW) * FEW)
+        return min(most, FEW) if wanted <= FEW else most
+
+    @torch.no_grad()
+    def answers(self, prompts: list[Prompt], keys: list[int]) -> Iterator[tuple[int, list[int]]]:
+        """(number of a prompt, tokens of its answer) as they are finished.
+
+        On a GPU the host looks at the rows every few steps, when the next ones are already queued.
+        """
+        waiting = collections.deque(sorted(range(len(prompts)), key=lambda i: -len(prompts[i].ids)))
+        held: list[int | None] = [None] * self.rows
+        longest = [0] * self.rows  # tokens that the row has at most
+        outcomes: collections.deque = collections.deque()
+        self.clear()
+        while waiting or any(number is not None for number in held):
+            free = [row for row in range(self.rows) if held[row] is None]
+            while free and waiting:
+                width = size_at_least(len(prompts[waiting[0]].ids), self.capacity)
+                count = min(self.slots(width, min(len(free), len(waiting))), len(free), len(waiting))
+                rows, free = free[:count], free[count:]
+                for row in rows:
+                    held[row] = waiting.popleft()
+                    longest[row] = len(prompts[held[row]].ids) + 1
+                self.enter(rows, [(prompts[held[row]], keys[held[row]]) for row in rows])
+            need = self.steps + max(longest[row] for row in range(self.rows) if held[row] is not None)
+            for _ in range(self.steps):
+                self.launch("step", size_at_least(need, self.capacity))
+            longest = [
+                n if i is None else min(n + self.steps, prompts[i].limit)
+                for n, i in zip(longest, held, strict=True)
+            ]
+            state = torch.cat([self.done_P[:, None].long(), self.length_P[:, None], self.tokens_PC], 1)
+            outcomes.append((list(held), Snapshot(state)))
+            if len(outcomes) > self.lag:
+                yield from self.finished(*outcomes.popleft(), held, prompts)
+
+    def finished(self, of: list, snapshot: Snapshot, held: list, prompts: list[Prompt]) -> Iterator:
+        """The answers that a snapshot shows to be complete; their rows become free."""
+        if snapshot.event:
+            snapshot.event.synchronize()
+        state = snapshot.copy
+        for row in state[:, 0].nonzero()[:, 0].tolist():
+            number = held[row]
+            if number is None or of[row] != number:
+                continue
+            held[row] = None
+            begin, end = 2 + len(prompts[number].ids), 2 + int(state[row, 1])
+            yield number, state[row, begin:end].tolist()
+
+
+def choose_rows(c: argparse.Namespace, target: Target, capacity: int, prompts: int) -> int:
+    """--batch-size, by default as many rows as make a GPU busy and fit into 70% of its free memory."""
+    rows = c.batch_size or (ROWS if c.device == "cuda" else 8)
+    if not c.batch_size and c.device == "cuda":
+        t, size = target.c, torch.finfo(target.dtype).bits // 8
+        row_bytes = 2 * t.layers * t.kv_heads * t.head_dim * capacity * size
+        fit = int(0.7 * torch.cuda.mem_get_info()[0] / row_bytes)
+        if not fit:
+            raise ValueError(
+                f"{capacity} tokens (prompt and --max-new-tokens) need {row_bytes / 2**30:.1f} GiB a row: "
+                "give fewer new tokens, or leave out the longest prompts"
+            )
+        rows = min(rows, fit if fit < 8 else fit // 8 * 8)
+    return min(rows, prompts)
+
+
+def encode(items: list[Item], tokenizer: data.Tokenizer, c: argparse.Namespace, most: int) -> list[Prompt]:
+    """The prompts of these items; `limit` is 0 where the target has no room for an answer."""
+    prompts = []
+    for item in tqdm(items, "tokenizing", leave=False, disable=not sys.stderr.isatty() or c.rank > 0):
+        record = {"text": item.text} if item.messages is None else {"messages": item.messages}
+        try:
+            ids = decode.prompt_ids(record, tokenizer, False)[0]
+        except ValueError as error:
+            raise ValueError(f"{item.where}: {error}: correct or remove this line") from None
+        limit = min(len(ids) + c.max_new_tokens, most) if len(ids) < most else 0
+        prompts.append(Prompt(ids, limit, item.source, item.where))
+    return prompts
+
+
+def target_answers(
+    c: argparse.Namespace, items: list[Item], folder: Path, tokenizer: data.Tokenizer, note: Callable
+) -> Iterator[dict]:
+    """Load the target of a folder; yields the line of each item, in the order of their ends."""
+    most = model.TargetConfig.from_folder(folder).max_position
+    prompts = encode(items, tokenizer, c, most)
+    long = [item for item, p in zip(items, prompts, strict=True) if not p.limit]
+    lines = [left_out(item, f"longer than {most - 1} tokens") for item in long]
+    items = [item for item, p in zip(items, prompts, strict=True) if p.limit]
+    prompts = [p for p in prompts if p.limit]
+    if not prompts:
+        return iter(lines)
+    target = Target.load(folder, c.place, getattr(torch, c.dtype), progress=sys.stderr.isatty())
+    capacity = max(p.limit for p in prompts) + 1
+    rows = choose_rows(c, target, capacity, len(prompts))
+    note(f"target {folder} | {c.device} {c.dtype}, {rows} rows of {capacity - 1} tokens")
+    stops = decode.stop_tokens(tokenizer)
+    writer = Writer(target, stops, rows, capacity, c.temperature)
+    keys = [int.from_bytes(bytes.fromhex(item.id), signed=True) for item in items]
+
+    def decoded() -> Iterator[dict]:
+        for number, ids in writer.answers(prompts, keys):
+            item, finished = items[number], ids[-1] in stops
+            text = tokenizer.decode(ids[:-1] if finished else ids, skip_special=True)
+            yield answer_line(item, text, len(ids), finished, (prompts[number].ids, ids))
+
+    return itertools.chain(lines, decoded())
+
+
+# ---------------------------------------------------------------------------------------------------------
+# A server
+
+
+class Refused(ValueError):
+    """The server does not want this prompt; others it may."""
+
+
+def ask(c: argparse.Namespace, item: Item) -> dict:
+    """The line of one item from the server, after as many attempts as it takes; ValueError when it fails."""
+    body = {"model": c.model, "messages": item.messages, "max_tokens": c.max_new_tokens}
+    body |= {"temperature": c.temperature} | ({"seed": c.seed} if c.temperature else {})
+    headers = {"Content-Type": "application/json"}
+    if c.key:
+        headers["Authorization"] = f"Bearer {c.key}"
+    request = urllib.request.Request(c.url, json.dumps(body).encode(), headers)
+    for attempt in range(1, ATTEMPTS + 1):
+        wait = min(60.0, c.backoff * 2 ** (attempt - 1)) * random.uniform(0.5, 1.0)
+        try:
+            with urllib.request.urlopen(request, timeout=c.timeout) as reply:
+                return line_of_reply(item, reply.read(REPLY_BYTES))
+        except urllib.error.HTTPError as error:
+            why = f"HTTP {error.code}: {data.short(error.read(2000).decode(errors='replace'), 160)}"
+            if error.code in (400, 413, 422):
+                raise Refused(why) from None
+            if error.code not in (408, 409, 425, 429) and error.code < 500:
+                raise ValueError(f"--server {c.url}: {why}: correct --server, --model or the key") from None
+            told = error.headers.get("Retry-After", "")
+            wait = max(wait, min(60.0, float(told))) if told.isdecimal() else wait
+        except (OSError, ValueError) as error:  # no connection, a time-out, a reply that is not one
+            why = data.short(f"{getattr(error, 'reason', error) or type(error).__name__}", 160)
+        if attempt < ATTEMPTS:
+            time.sleep(wait)
+    raise ValueError(
+        f"--server {c.url}: {ATTEMPTS} attempts failed, the last with {why}: start the server, then again "
+        "this command"
+    )
+
+
+def line_of_reply(item: Item, reply: bytes) -> dict:
+    """The output's line from what an OpenAI-compatible server answers."""
+    try:
+        got = json.loads(reply)
+        choice = got["choices"][0]
+        text, finished = choice["message"]["content"], choice.get("finish_reason") != "length"
+        tokens = int((got.get("usage") or {}).get("completion_tokens", 0))
+    except (KeyError, IndexError, TypeError, AttributeError, ValueError, RecursionError) as error:
+        raise ValueError(f"not a chat completion ({type(error).__name__})") from None
+    return answer_line(item, data.text_of(text or "", "the answer"), tokens, finished)
+
+
+def server_answers(c: argparse.Namespace, items: list[Item]) -> Iterator[dict]:
+    """The line of each item from the server, so many requests at a time; the first failure ends it."""
+    waiting, results = collections.deque(items), queue.Queue()
+
+    def work() -> None:
+        while waiting:
+            try:
+                item = waiting.popleft()
+            except IndexError:
+                return
+            try:
+                results.put((item, ask(c, item)))
+            except ValueError as error:
+                results.put((item, error))
+
+    for _ in range(min(c.concurrency, len(items))):
+        threading.Thread(target=work, daemon=True).start()
+    answered, refused = False, 0
+    for _ in range(len(items)):
+        item, got = results.get()
+        if isinstance(got, Refused):
+            refused += 1
+            if not answered and refused >= min(MOST_REFUSED, len(items)):
+                raise ServerError(f"--server {c.url}: refuses every prompt: {got}: correct --model or flags")
+            got = left_out(item, f"refused by the server: {got}")
+        elif isinstance(got, ValueError):
+            raise ServerError(str(got))
+        answered = answered or "left_out" not in got
+        yield got
+
+
+class ServerError(RuntimeError):
+    """The server ended the run; what was answered is kept."""
+
+
+# ---------------------------------------------------------------------------------------------------------
+# The command
+
+
+class Parser(argparse.ArgumentParser):
+    """A wrong flag is one line, as any other mistake is."""
+
+    def error(self, message: str):
+        raise ValueError(f"{data.short(message, 300)}: see generate.py --help")
+
+
+def parse_flags(argv: list[str] | None) -> argparse.Namespace:
+    parser = Parser(
+        prog="generate.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--target", default="", help="Hugging Face folder (default: the built-in target)")
+    add("--prompts", nargs="+", default=[], help="JSONL with messages, conversations, prompt or text")
+    add("--out", default="", help="JSONL for train.py --data; one that exists is continued")
+    add("--max-new-tokens", type=int, default=1024, help="tokens of an answer, at most")
+    add("--temperature", type=float, default=0.0, help="0 is greedy")
+    add("--seed", type=int, default=0, help="seed of the samples")
+    add("--batch-size", type=int, default=0, help=f"rows decoded at a time ({ROWS} on a GPU, or what fits)")
+    add("--dtype", default="", help="float32, bfloat16 or float16 (float32 on a CPU, bfloat16 on a GPU)")
+    add("--device", default="", help="cuda or cpu (default: cuda where there is one)")
+    add("--server", default="", help="URL of an OpenAI-compatible server that answers instead")
+    add("--model", default="", help="the server's name for its model")
+    add("--concurrency", type=int, default=64, help="requests to the server at a time")
+    add("--timeout", type=float, default=600.0, help="seconds a request may take")
+    add("--key-env", default="", help="environment variable that holds the server's key (none is sent)")
+    c = parser.parse_args(argv)
+    check_flags(c)
+    return c
+
+
+def check_flags(c: argparse.Namespace) -> None:
+    """ValueError in one line for what cannot be; fills in what follows from other flags."""
+    for name in ("target", "prompts", "out"):
+        for text in c.prompts if name == "prompts" else [getattr(c, name)]:
+            if why := data.unfit_name(text):
+                raise ValueError(f"--{name} {data.short(text, 60)} {why}: give another path")
+    if not c.out:
+        raise ValueError("--out is missing: give the JSONL file to write")
+    if not Path(c.out).absolute().parent.is_dir() or Path(c.out).is_dir():
+        raise ValueError(f"--out {data.short(c.out, 60)}: not a file in a folder that exists: make it first")
+    bounds = {
+        "max_new_tokens": (1, 1 << 24), "temperature": (0, 1e3), "seed": (0, (1 << 63) - 1),
+        "batch_size": (0, 1 << 16), "concurrency": (1, 1 << 12), "timeout": (0.01, 1e6),
+    }  # fmt: skip
+    for name, (least, most) in bounds.items():
+        if not least <= getattr(c, name) <= most:
+            flag = f"--{name.replace('_', '-')}"
+            raise ValueError(f"{flag} {getattr(c, name)}: must be from {least} to {most:g}")
+    if not c.prompts and (c.target or c.server):
+        raise ValueError("--prompts is missing: give JSONL files")
+    c.prompts = c.prompts or [str(TINY / "eval.jsonl")]
+    c.rank, c.world = env_int("RANK", 0), env_int("WORLD_SIZE", 1)
+    check_server(c) if c.server else check_device(c)
+
+
+def check_server(c: argparse.Namespace) -> None:
+    if c.target:
+        raise ValueError("--server and --target: who is to answer? Leave one of them out")
+    if not c.model:
+        raise ValueError("--model is missing: give the name that the server has for its model")
+    url = urllib.parse.urlsplit(c.server)
+    if url.scheme not in ("http", "https") or not url.netloc or not c.server.isascii():
+        raise ValueError(f"--server {data.short(c.server, 60)}: give a URL such as http://localhost:8000")
+    path = url.path.rstrip("/").removesuffix("/chat/completions").removesuffix("/v1")
+    c.url = f"{url.scheme}://{url.netloc}{path}/v1/chat/completions"
+    c.backoff, c.key = 1.0, ""
+    if c.key_env:
+        import os
+
+        c.key = os.environ.get(c.key_env, "")
+        if not c.key:
+            raise ValueError(f"--key-env {data.short(c.key_env, 60)}: no such environment variable: set it")
+
+
+def check_device(c: argparse.Namespace) -> None:
+    if c.device not in ("", "cpu", "cuda"):
+        raise ValueError(f"--device {data.short(c.device, 40)}: give cuda or cpu")
+    if c.device == "cuda" and not torch.cuda.is_available():
+        raise ValueError("--device cuda: torch sees no GPU here: leave it out, or check the driver")
+    if c.dtype not in ("", "float32", "bfloat16", "float16"):
+        raise ValueError(f"--dtype {data.short(c.dtype, 40)}: give float32, bfloat16 or float16")
+    c.device = c.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    c.dtype = c.dtype or ("bfloat16" if c.device == "cuda" else "float32")
+    local, gpus = env_int("LOCAL_RANK", 0), torch.cuda.device_count()
+    if c.device == "cuda" and local >= gpus:
+        raise ValueError(f"more ranks than the {gpus} GPU(s): give --nproc_per_node their number")
+    c.place = torch.device("cuda", local) if c.device == "cuda" else torch.device("cpu")
+
+
+def generate(c: argparse.Namespace) -> int:
+    note = (lambda text: print(text, flush=True)) if c.rank == 0 else (lambda text: None)
+    folder, tokenizer, who = Path(c.target or TINY), None, [c.server and c.model]
+    if not c.server:
+        tokenizer = data.load_tokenizer(folder)
+        model.TargetConfig.from_folder(folder)
+        who = [model_digest(folder, tokenizer)]
+    items = read_items(c.prompts, not tokenizer or tokenizer.template_text is not None)
+    if c.server and (plain := next((i for i in items if i.messages is None), None)):
+        raise ValueError(f"{plain.where}: a plain text, which --server cannot go on from: give messages")
+    name_items(items, [*who, c.max_new_tokens, c.temperature, c.temperature and c.seed])
+    store = Store(c.out, items)
+    mine = [i for i in items[c.rank :: c.world] if i.id not in store.done]
+    store.open(c.rank)
+    if c.world > 1:
+        dist.init_process_group("gloo", timeout=datetime.timedelta(days=30))
+    if c.device == "cuda":
+        torch.cuda.set_device(c.place)
+        torch.backends.cuda.enable_cudnn_sdp(False)  # its plans are made per shape, on the host
+    if store.done:
+        note(f"{c.out}: {len(store.done):,} of {len(items):,} answers are there")
+    answers = server_answers(c, mine) if c.server else target_answers(c, mine, folder, tokenizer, note)
+    begun, tokens = time.perf_counter(), 0
+    with progress(c, len(mine)) as bar:
+        for line in answers:
+            store.add(line)
+            tokens += line.get("tokens", 0)
+            bar.set_postfix_str(f"{tokens / (time.perf_counter() - begun):,.0f} tokens/s", refresh=False)
+            bar.update()
+    if tokenizer:
+        tokenizer.close()
+    made = (tokens, time.perf_counter() - begun)
+    ranks = [made] * c.world
+    if c.world > 1:
+        dist.all_gather_object(ranks, made)  # nobody writes any more
+    if c.rank == 0:
+        summary(c, store.merge(), ranks, note)
+    if c.world > 1:
+        dist.barrier()
+        dist.destroy_process_group()
+    return 0
+
+
+def progress(c: argparse.Namespace, total: int) -> tqdm:
+    often = 0.5 if sys.stderr.isatty() else 60.0
+    return tqdm(total=total, desc="answers", unit="", mininterval=often, leave=False, disable=c.rank > 0)
+
+
+def summary(c: argparse.Namespace, records: list[dict], ranks: list[tuple[int, float]], note: Callable):
+    """What --out now holds, and how fast the new part of it came."""
+    kept = [r for r in records if "left_out" not in r]
+    out = [r["left_out"] for r in records if "left_out" in r]
+    cut = sum(not r["finished"] for r in kept)
+    speed = sum(tokens for tokens, _ in ranks) / max(seconds for _, seconds in ranks)
+    total = sum(r["tokens"] for r in kept)
+    text = f"{c.out}: {len(kept):,} answers, {total:,} tokens, {speed:,.0f} tokens/s"
+    note(f"{text} | {cut} cut at {c.max_new_tokens} tokens (finished: false)" if cut else text)
+    if out:
+        note(f"{len(out)} prompt(s) left out, the first: {data.short(out[0], 300)}")
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Exit 0: every prompt is answered; 1: failed on the way, the same command goes on; 2: a mistake."""
+    speaks = env_int("LOCAL_RANK", 0) == 0
+    try:
+        return generate(parse_flags(argv))
+    except ValueError as error:
+        if speaks:
+            print(f"generate.py: {error}", file=sys.stderr)
+        return 2
+    except ServerError as error:
+        print(f"generate.py: {error}", file=sys.stderr)
+        return 1
+    except torch.OutOfMemoryError:
+        print("generate.py: out of GPU memory: give a smaller --batch-size", file=sys.stderr)
+        return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
