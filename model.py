@@ -172,7 +172,7 @@ class TargetConfig:
         if not isinstance(architecture, str) or architecture not in FAMILIES:
             raise ValueError(
                 f"{path}: architecture {short(str(architecture), 60)} is not supported: use one of "
-                f"{', '.join(FAMILIES)}"
+                f"{', '.join(FAMILIES)}; train.py takes others with --target-backend transformers"
             )
         try:
             return _parse_target(c, FAMILIES[architecture])

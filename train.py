@@ -35,6 +35,7 @@ import resource
 import sys
 import time
 import traceback
+import types
 import typing
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -48,9 +49,10 @@ import checkpoint
 import compile_utils
 import data
 import headroom
+import hf_target
 import model
 import stream
-from model import Blocks, Drafter, DrafterConfig, Target, TargetConfig
+from model import Blocks, Drafter, DrafterConfig, TargetConfig
 from world import Control, Ending, UserError, World
 
 TINY = Path(__file__).parent / "assets" / "tiny"
@@ -76,6 +78,7 @@ class Config:
     """The flags. 0 or empty means: chosen for the target and the world size (`resolve`)."""
 
     target: str = option("", "Hugging Face folder of the target LLM (default: the built-in tiny one)")
+    target_backend: str = option("native", "native, or transformers for what model.py does not know")
     data: list[str] = option([], "training data, JSONL")
     eval_data: list[str] = option([], "held-out data, JSONL (default: 3%% of --data, at most 512 documents)")
     out: str = option("", "run folder (default: the next free runs/NNN)")
@@ -117,6 +120,13 @@ class Config:
     @property
     def folder(self) -> Path:
         return Path(self.target) if self.target else TINY
+
+
+def backend(c: Config) -> types.ModuleType:
+    """Whose TargetConfig, Target and load_embedding_and_head the run uses."""
+    if c.target_backend not in ("native", "transformers"):
+        raise ValueError(f"--target-backend {data.short(c.target_backend, 40)}: give native or transformers")
+    return hf_target if c.target_backend == "transformers" else model
 
 
 class Parser(argparse.ArgumentParser):
@@ -368,14 +378,15 @@ class Job:
         c, d = self.c, self.drafter_config
         show = self.world.local == 0 or self.world.place == self.world.drafters_per_node
         if self.world.runs_target:
+            place = (c.folder, self.device, self.dtype)
             self.target = self.world.together(
-                lambda: Target.load(c.folder, self.device, self.dtype, max(d.ids) + 1, False, show), "target"
+                lambda: backend(c).Target.load(*place, max(d.ids) + 1, False, show), "target"
             )
         else:
             self.world.together(lambda: None, "target")
         if self.world.drafts:
             tables = self.world.together(
-                lambda: model.load_embedding_and_head(c.folder, self.device, self.dtype), "target"
+                lambda: backend(c).load_embedding_and_head(c.folder, self.device, self.dtype), "target"
             )
             self.drafter = Drafter(d, *tables, seed=c.seed).to(self.device)
             self.optimizer = torch.optim.AdamW(
@@ -1090,7 +1101,7 @@ def main() -> int:
     """Parse and check, then join. Exit 0: finished or stopped; 2: before the first step; 1: after."""
     try:
         c = parse_flags()
-        t = TargetConfig.from_folder(c.folder)
+        t = backend(c).TargetConfig.from_folder(c.folder)
         size = int(os.environ.get("WORLD_SIZE", 1))
         nodes = size // int(os.environ.get("LOCAL_WORLD_SIZE", size))
         asked, c = c, resolve(c, t, size, nodes)
