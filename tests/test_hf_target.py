@@ -85,6 +85,17 @@ def make(name: str, changes: dict):
     return hf
 
 
+@torch.no_grad()
+def plain_states(hf, tokens_T: torch.Tensor) -> list[torch.Tensor]:
+    """Of one document alone: what the first layer gets, what each layer returns but the last, what the head
+    gets. [T, H] each.
+    """
+    states = hf(tokens_T[None], output_hidden_states=True, use_cache=False).hidden_states
+    if hf.config.model_type == "mamba2":  # which leaves out the first
+        states = (hf.get_input_embeddings()(tokens_T[None]), *states[:-2], states[-1])
+    return [x[0] for x in states]
+
+
 @pytest.fixture(scope="module", params=CASES)
 def reference(request, tmp_path_factory):
     """(the plain model, the folder it was saved to)."""
@@ -101,8 +112,8 @@ def test_packed_features_equal_the_plain_models_one_document_at_a_time(reference
     tokens, positions, bounds = packed_row(target.c.vocab)
     features = target.features(tokens, positions, bounds, max(LENGTHS), IDS)
     for start, end in itertools.pairwise([0, *itertools.accumulate(LENGTHS)]):
-        states = hf(tokens[None, start:end], output_hidden_states=True, use_cache=False).hidden_states
-        alone = torch.cat([states[i + 1][0] for i in IDS], -1)
+        states = plain_states(hf, tokens[start:end])
+        alone = torch.cat([states[i + 1] for i in IDS], -1)
         torch.testing.assert_close(features[start:end], alone, **CLOSE)
     assert not features[sum(LENGTHS) :].any() and TAIL
 
@@ -113,9 +124,9 @@ def test_embedding_and_head_are_what_the_plain_model_computes(reference):
     c = hf_target.TargetConfig.from_folder(folder)
     embedding, head = hf_target.load_embedding_and_head(folder, "cpu", torch.float32)
     tokens = torch.arange(c.vocab)
-    out = hf(tokens[:, None], output_hidden_states=True, use_cache=False)
-    torch.testing.assert_close(embedding, out.hidden_states[0][:, 0], **CLOSE)
-    logits = out.hidden_states[-1][:, 0] @ head.T
+    states = plain_states(hf, tokens)
+    torch.testing.assert_close(embedding, states[0], **CLOSE)
+    logits = states[-1] @ head.T
     if c.softcap:
         logits = c.softcap * torch.tanh(logits / c.softcap)
-    torch.testing.assert_close(logits, out.logits[:, 0], **CLOSE)
+    torch.testing.assert_close(logits, hf(tokens[None], use_cache=False).logits[0], **CLOSE)
