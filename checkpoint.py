@@ -159,7 +159,8 @@ class RunFolder:
         aside, since those steps will be done again; returns what to tell the user of that.
         """
         path, said = self.path / "metrics.jsonl", []
-        kept = [json.dumps(m) + "\n" for m in read_metrics(self.path) if m["step"] <= step]
+        done = read_metrics(self.path) if step else []  # step 0 is evaluated anew
+        kept = [json.dumps(m) + "\n" for m in done if m["step"] <= step]
         write_whole(path, "".join(kept))
         self.metrics_file = open(path, "a", buffering=1, encoding="utf-8")
         for later in checkpoints(self.path):

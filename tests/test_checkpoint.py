@@ -232,6 +232,8 @@ def test_metrics_go_on_after_the_resumed_step(tmp_path):
     assert "NaN" not in (tmp_path / "metrics.jsonl").read_text()
     assert [p.name for p in checkpoint.checkpoints(tmp_path)] == ["step-000002"]
     assert len(said) == 1 and (tmp_path / "aside-step-000004" / "state.json").exists()
+    run.open_metrics(0)  # killed before its first checkpoint: step 0 is evaluated anew
+    assert checkpoint.read_metrics(tmp_path) == []
 
 
 def test_find_checkpoint_takes_the_newest_or_the_named(tmp_path):
