@@ -148,12 +148,14 @@ def read_config(folder: str | Path):
 
 
 def model_class(folder: str | Path, config) -> type:
-    """The library's causal language model for a config."""
+    """The library's language model for a config, be it one that sees images as well."""
     transformers = library()
-    known = transformers.models.auto.modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING
-    if type(config) not in known:
+    auto = transformers.models.auto.modeling_auto
+    listed = auto.MODEL_FOR_CAUSAL_LM_MAPPING, auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+    known = next((models for models in listed if type(config) in models), None)
+    if known is None:
         raise ValueError(
-            f"{folder}/config.json: transformers {transformers.__version__} has no causal language model for "
+            f"{folder}/config.json: transformers {transformers.__version__} has no language model for "
             f"model_type {short(str(config.model_type), 60)}: use another model"
         )
     found = known[type(config)]
@@ -224,8 +226,8 @@ def _named(text, names: tuple[str, ...]) -> str:
 
 def _active(layer: nn.Module, text) -> int:
     """Parameters of a layer that one token meets."""
-    experts = _number(text, EXPERT_NAMES, 1)
-    share = min(1.0, _number(text, CHOSEN_NAMES, experts) / experts)
+    experts, chosen = (getattr(text, _named(text, names), None) for names in (EXPERT_NAMES, CHOSEN_NAMES))
+    share = min(1.0, chosen / experts) if type(chosen) is type(experts) is int else 1.0
     return int(sum(p.numel() * (share if "experts." in name else 1) for name, p in layer.named_parameters()))
 
 
