@@ -27,6 +27,7 @@ import fcntl
 import hashlib
 import itertools
 import json
+import os
 import queue
 import random
 import shutil
@@ -44,21 +45,22 @@ import torch.distributed as dist
 from torch import Tensor
 from tqdm import tqdm
 
+import compile_utils
 import data
 import decode
 import model
 from decode import Prompt, Snapshot
-from model import Target
-from world import env_int
+from model import Target, TargetLayer
+from train import TINY  # which makes this rank's GPU device 0
+from world import ATTEMPT, env_int
 
-TINY = decode.TINY
 CONSUMED = ("messages", "conversations", "system", "prompt", "response", "text", "input_ids", "loss_mask")
 PREFILL = 8192  # padded tokens of one prefill
 CHUNK = 1024  # of which so many of a row at a time: the mask is [W, W] otherwise
 FEW = 8  # rows of a small prefill
 STEPS = 8  # steps of all rows between two looks at them, on a GPU
 ROWS = 256  # where memory allows
-ATTEMPTS = 8  # of a request, waiting 1, 2, 4, ... s, at most a minute
+ATTEMPTS, BACKOFF_S = 8, 1.0  # of a request, and the wait between the first two: 1, 2, 4, ... s, at most 60
 MOST_REFUSED = 20  # requests a server may refuse before it has answered one
 REPLY_BYTES = 64 << 20
 
@@ -80,8 +82,8 @@ class Item:
 
 
 def read_items(files: list[str], chat: bool) -> list[Item]:
-    """Every prompt of JSONL files; ValueError names the file and line."""
-    items = []
+    """Every prompt of JSONL files; ValueError names the first bad line and counts the others."""
+    items, bad = [], []
     for name in files:
         try:
             lines = Path(name).read_bytes().splitlines()
@@ -97,9 +99,13 @@ def read_items(files: list[str], chat: bool) -> list[Item]:
                 record = data.parse_line(line)
                 data.text_of(json.dumps(record, ensure_ascii=False), "the record")
                 messages, text = question(record, chat)
-            except ValueError as error:
-                raise ValueError(f"{where}: {error}: correct or remove this line") from None
+            except data.BadLine as error:
+                bad.append(f"{where}: {error}")
+                continue
             items.append(Item(where, record, messages, text, str(record.get("source", Path(name).stem))))
+    if bad:
+        others = f" (and {len(bad) - 1:,} lines more)" if bad[1:] else ""
+        raise ValueError(f"{bad[0]}{others}: correct or remove this line: python data.py FILE shows them all")
     if not items:
         raise ValueError(f"--prompts {' '.join(files)}: no prompts: give JSONL with messages, prompt or text")
     return items
@@ -255,6 +261,11 @@ def size_at_least(need: int, most: int) -> int:
     return min(size, most)
 
 
+def after_attention(layer: TargetLayer, x: Tensor, out: Tensor) -> Tensor:
+    """The rest of TargetLayer.extend."""
+    return layer.mlp(x + layer.o_proj(out))
+
+
 class Writer(decode.Engine):
     """The target alone over P rows, which prompts enter many at a time."""
 
@@ -263,6 +274,7 @@ class Writer(decode.Engine):
         self.temperature = temperature
         self.steps = STEPS if self.device.type == "cuda" else 1
         self.key_P = self.integers(rows)
+        self.run_layer: Callable = TargetLayer.extend  # of a step; `compile` puts compiled code here
         c = target.c
         shape = (c.layers, 1, max(PREFILL, self.capacity), c.kv_heads, c.head_dim)
         self.scratch = model.new_cache(*shape, self.device, target.dtype)
@@ -280,9 +292,9 @@ class Writer(decode.Engine):
 
     def step(self, seen: int) -> None:
         """One token for every row, none of which that goes on is longer than `seen`."""
-        self.seen = seen
         token_P, first_P = self.last_tokens()
-        x_PH, _ = self.extend_target(token_P[:, None], first_P, self.cache, ())
+        run = (model.cache_inputs, self.run_layer)
+        x_PH, _ = self.target.extend(token_P[:, None], first_P, self.cache, seen, (), *run)
         new_P = self.pick(x_PH, self.key_P, self.length_P)
         self.append(new_P[:, None], torch.ones_like(new_P))
 
@@ -314,12 +326,29 @@ class Writer(decode.Engine):
         found_RH = None
         for low in range(0, width, CHUNK):
             part = prompt_RW[:, low : low + CHUNK]
-            self.seen = low + part.shape[1]
-            x, _ = self.extend_target(part, torch.zeros_like(length_R) + low, caches, ())
+            first_R = torch.full_like(length_R, low)
+            x, _ = self.target.extend(part, first_R, caches, low + part.shape[1])
             at_R = length_R - 1 - low
             x_RH = x.unflatten(0, part.shape)[row_R, at_R.clamp(0, part.shape[1] - 1)]
             found_RH = x_RH if found_RH is None else torch.where(at_R[:, None] >= 0, x_RH, found_RH)
         return found_RH
+
+    def compile(self) -> None:
+        """Compile what a step does around the attention: one shape, however long the rows have become."""
+        before = compile_utils.compile(TargetLayer.qkv, name="TargetLayer.qkv")
+        after = compile_utils.compile(after_attention, name="after_attention")
+
+        def run(layer, x, cos, sin, keys, values, at_PQ, bias):
+            out = model.attend_cached(*before(layer, x, cos, sin), keys, values, at_PQ, bias)
+            return after(layer, x, out)
+
+        self.run_layer = run
+
+    @torch.no_grad()
+    def warm_up(self) -> None:
+        """One step of empty rows, which compiles."""
+        self.clear()
+        self.step(min(64, self.capacity))
 
     def launch(self, *key) -> None:
         """Run a pass; on a GPU the first time as it is, from the second time on as one CUDA graph."""
@@ -405,8 +434,10 @@ class Writer(decode.Engine):
 
 def choose_rows(c: argparse.Namespace, target: Target, capacity: int, prompts: int) -> int:
     """--batch-size, by default as many rows as make a GPU busy and fit into 70% of its free memory."""
-    rows = c.batch_size or (ROWS if c.device == "cuda" else 8)
-    if not c.batch_size and c.device == "cuda":
+    if c.device == "cpu":
+        return min(c.batch_size or 8, prompts)
+    rows = c.batch_size or ROWS  # however few prompts: what is compiled has this shape
+    if not c.batch_size:
         t, size = target.c, torch.finfo(target.dtype).bits // 8
         row_bytes = 2 * t.layers * t.kv_heads * t.head_dim * capacity * size
         fit = int(0.7 * torch.cuda.mem_get_info()[0] / row_bytes)
@@ -415,8 +446,39 @@ def choose_rows(c: argparse.Namespace, target: Target, capacity: int, prompts: i
                 f"{capacity} tokens (prompt and --max-new-tokens) need {row_bytes / 2**30:.1f} GiB a row: "
                 "give fewer new tokens, or leave out the longest prompts"
             )
-        rows = min(rows, fit if fit < 8 else fit // 8 * 8)
-    return min(rows, prompts)
+        rows = min(rows, fit if fit < 32 else fit // 32 * 32)
+    return rows
+
+
+def make_writer(
+    c: argparse.Namespace, prompts: list[Prompt], folder: Path, tokenizer: data.Tokenizer, note: Callable
+) -> Writer:
+    target = Target.load(folder, c.device, getattr(torch, c.dtype), progress=sys.stderr.isatty())
+    capacity = max(p.limit for p in prompts) + 1
+    rows = choose_rows(c, target, capacity, len(prompts))
+    note(f"target {folder} | {c.device} {c.dtype}, {rows} rows of {capacity - 1} tokens")
+    return Writer(target, decode.stop_tokens(tokenizer), rows, capacity, c.temperature)
+
+
+def warm(c: argparse.Namespace, writer: Writer | None, note: Callable) -> None:
+    """Compile on one rank of each node first; a rank that has nothing to do comes along."""
+    note(f"compile cache {compile_utils.use_cache(c.compile_cache or None).folder}")
+    key = "generate"
+    if writer:
+        writer.compile()
+        t = writer.target.c
+        shape = (t.hidden, t.intermediate, t.heads, t.kv_heads, t.head_dim)
+        key = f"generate P{writer.rows} {shape} {c.dtype}"
+    compile_utils.gate(
+        writer.warm_up if writer else None,
+        role="generate",
+        leader=c.rank - env_int("LOCAL_RANK", 0),
+        store=c.store,
+        key=key,
+        label="generate",
+        source=compile_utils.source_hash(model, Path(__file__)),
+        log=note,
+    )
 
 
 def encode(items: list[Item], tokenizer: data.Tokenizer, c: argparse.Namespace, most: int) -> list[Prompt]:
@@ -443,18 +505,16 @@ def target_answers(
     lines = [left_out(item, f"longer than {most - 1} tokens") for item in long]
     items = [item for item, p in zip(items, prompts, strict=True) if p.limit]
     prompts = [p for p in prompts if p.limit]
-    if not prompts:
-        return iter(lines)
-    target = Target.load(folder, c.place, getattr(torch, c.dtype), progress=sys.stderr.isatty())
-    capacity = max(p.limit for p in prompts) + 1
-    rows = choose_rows(c, target, capacity, len(prompts))
-    note(f"target {folder} | {c.device} {c.dtype}, {rows} rows of {capacity - 1} tokens")
+    writer = make_writer(c, prompts, folder, tokenizer, note) if prompts else None
+    if c.device == "cuda":
+        torch.backends.cuda.enable_cudnn_sdp(False)  # its plans are made per shape, on the host
+    if c.device == "cuda" and not c.no_compile:
+        warm(c, writer, note)
     stops = decode.stop_tokens(tokenizer)
-    writer = Writer(target, stops, rows, capacity, c.temperature)
     keys = [int.from_bytes(bytes.fromhex(item.id), signed=True) for item in items]
 
     def decoded() -> Iterator[dict]:
-        for number, ids in writer.answers(prompts, keys):
+        for number, ids in writer.answers(prompts, keys) if writer else ():
             item, finished = items[number], ids[-1] in stops
             text = tokenizer.decode(ids[:-1] if finished else ids, skip_special=True)
             yield answer_line(item, text, len(ids), finished, (prompts[number].ids, ids))
@@ -479,7 +539,7 @@ def ask(c: argparse.Namespace, item: Item) -> dict:
         headers["Authorization"] = f"Bearer {c.key}"
     request = urllib.request.Request(c.url, json.dumps(body).encode(), headers)
     for attempt in range(1, ATTEMPTS + 1):
-        wait = min(60.0, c.backoff * 2 ** (attempt - 1)) * random.uniform(0.5, 1.0)
+        wait = min(60.0, BACKOFF_S * 2 ** (attempt - 1)) * random.uniform(0.5, 1.0)
         try:
             with urllib.request.urlopen(request, timeout=c.timeout) as reply:
                 return line_of_reply(item, reply.read(REPLY_BYTES))
@@ -573,6 +633,8 @@ def parse_flags(argv: list[str] | None) -> argparse.Namespace:
     add("--batch-size", type=int, default=0, help=f"rows decoded at a time ({ROWS} on a GPU, or what fits)")
     add("--dtype", default="", help="float32, bfloat16 or float16 (float32 on a CPU, bfloat16 on a GPU)")
     add("--device", default="", help="cuda or cpu (default: cuda where there is one)")
+    add("--no-compile", action="store_true", help="on a GPU: CUDA graphs of uncompiled layers")
+    add("--compile-cache", default="", help="folder of compiled kernels (~/.cache/blockdraft)")
     add("--server", default="", help="URL of an OpenAI-compatible server that answers instead")
     add("--model", default="", help="the server's name for its model")
     add("--concurrency", type=int, default=64, help="requests to the server at a time")
@@ -585,10 +647,11 @@ def parse_flags(argv: list[str] | None) -> argparse.Namespace:
 
 def check_flags(c: argparse.Namespace) -> None:
     """ValueError in one line for what cannot be; fills in what follows from other flags."""
-    for name in ("target", "prompts", "out"):
+    for name in ("target", "prompts", "out", "compile_cache"):
         for text in c.prompts if name == "prompts" else [getattr(c, name)]:
             if why := data.unfit_name(text):
-                raise ValueError(f"--{name} {data.short(text, 60)} {why}: give another path")
+                flag = f"--{name.replace('_', '-')}"
+                raise ValueError(f"{flag} {data.short(text, 60)} {why}: give another path")
     if not c.out:
         raise ValueError("--out is missing: give the JSONL file to write")
     if not Path(c.out).absolute().parent.is_dir() or Path(c.out).is_dir():
@@ -618,10 +681,8 @@ def check_server(c: argparse.Namespace) -> None:
         raise ValueError(f"--server {data.short(c.server, 60)}: give a URL such as http://localhost:8000")
     path = url.path.rstrip("/").removesuffix("/chat/completions").removesuffix("/v1")
     c.url = f"{url.scheme}://{url.netloc}{path}/v1/chat/completions"
-    c.backoff, c.key = 1.0, ""
+    c.key = ""
     if c.key_env:
-        import os
-
         c.key = os.environ.get(c.key_env, "")
         if not c.key:
             raise ValueError(f"--key-env {data.short(c.key_env, 60)}: no such environment variable: set it")
@@ -636,33 +697,48 @@ def check_device(c: argparse.Namespace) -> None:
         raise ValueError(f"--dtype {data.short(c.dtype, 40)}: give float32, bfloat16 or float16")
     c.device = c.device or ("cuda" if torch.cuda.is_available() else "cpu")
     c.dtype = c.dtype or ("bfloat16" if c.device == "cuda" else "float32")
-    local, gpus = env_int("LOCAL_RANK", 0), torch.cuda.device_count()
-    if c.device == "cuda" and local >= gpus:
-        raise ValueError(f"more ranks than the {gpus} GPU(s): give --nproc_per_node their number")
-    c.place = torch.device("cuda", local) if c.device == "cuda" else torch.device("cpu")
 
 
-def generate(c: argparse.Namespace) -> int:
-    note = (lambda text: print(text, flush=True)) if c.rank == 0 else (lambda text: None)
-    folder, tokenizer, who = Path(c.target or TINY), None, [c.server and c.model]
+def join(c: argparse.Namespace) -> None:
+    """Meet the other ranks, if any; they talk at the start and at the end only, however long it takes."""
+    c.store = None
+    if c.world == 1:
+        return
+    store, _, _ = next(dist.rendezvous("env://", timeout=datetime.timedelta(seconds=120)))
+    c.store = dist.PrefixStore(f"blockdraft/{ATTEMPT}", store)
+    long = datetime.timedelta(days=30)
+    dist.init_process_group("gloo", store=c.store, rank=c.rank, world_size=c.world, timeout=long)
+    devices = [None] * c.world
+    dist.all_gather_object(devices, c.device)
+    if len(set(devices)) > 1:
+        raise ValueError(
+            f"{c.world} ranks but {devices.count('cuda')} GPU(s): give --nproc_per_node their number, or "
+            "--device cpu"
+        )
+
+
+def prepare(c: argparse.Namespace) -> tuple[Path, data.Tokenizer | None, Store]:
+    """What every rank sees alike: the prompts and which of them are answered; then the ranks meet."""
+    folder, tokenizer, who = Path(c.target or TINY), None, ["server", c.model]
     if not c.server:
         tokenizer = data.load_tokenizer(folder)
         model.TargetConfig.from_folder(folder)
-        who = [model_digest(folder, tokenizer)]
+        who = ["target", model_digest(folder, tokenizer)]
     items = read_items(c.prompts, not tokenizer or tokenizer.template_text is not None)
     if c.server and (plain := next((i for i in items if i.messages is None), None)):
         raise ValueError(f"{plain.where}: a plain text, which --server cannot go on from: give messages")
     name_items(items, [*who, c.max_new_tokens, c.temperature, c.temperature and c.seed])
     store = Store(c.out, items)
-    mine = [i for i in items[c.rank :: c.world] if i.id not in store.done]
+    join(c)
+    return folder, tokenizer, store
+
+
+def generate(c: argparse.Namespace, folder: Path, tokenizer: data.Tokenizer | None, store: Store) -> None:
+    note = (lambda text: print(text, flush=True)) if c.rank == 0 else (lambda text: None)
+    mine = [item for item in store.items[c.rank :: c.world] if item.id not in store.done]
     store.open(c.rank)
-    if c.world > 1:
-        dist.init_process_group("gloo", timeout=datetime.timedelta(days=30))
-    if c.device == "cuda":
-        torch.cuda.set_device(c.place)
-        torch.backends.cuda.enable_cudnn_sdp(False)  # its plans are made per shape, on the host
     if store.done:
-        note(f"{c.out}: {len(store.done):,} of {len(items):,} answers are there")
+        note(f"{c.out}: {len(store.done):,} of {len(store.items):,} answers are there")
     answers = server_answers(c, mine) if c.server else target_answers(c, mine, folder, tokenizer, note)
     begun, tokens = time.perf_counter(), 0
     with progress(c, len(mine)) as bar:
@@ -671,23 +747,22 @@ def generate(c: argparse.Namespace) -> int:
             tokens += line.get("tokens", 0)
             bar.set_postfix_str(f"{tokens / (time.perf_counter() - begun):,.0f} tokens/s", refresh=False)
             bar.update()
-    if tokenizer:
-        tokenizer.close()
     made = (tokens, time.perf_counter() - begun)
     ranks = [made] * c.world
+    if tokenizer:
+        tokenizer.close()
     if c.world > 1:
-        dist.all_gather_object(ranks, made)  # nobody writes any more
+        dist.all_gather_object(ranks, made)  # from here on nobody writes
     if c.rank == 0:
         summary(c, store.merge(), ranks, note)
     if c.world > 1:
         dist.barrier()
         dist.destroy_process_group()
-    return 0
 
 
 def progress(c: argparse.Namespace, total: int) -> tqdm:
     often = 0.5 if sys.stderr.isatty() else 60.0
-    return tqdm(total=total, desc="answers", unit="", mininterval=often, leave=False, disable=c.rank > 0)
+    return tqdm(total=total, desc="answers", mininterval=often, delay=often, leave=False, disable=c.rank > 0)
 
 
 def summary(c: argparse.Namespace, records: list[dict], ranks: list[tuple[int, float]], note: Callable):
@@ -698,22 +773,29 @@ def summary(c: argparse.Namespace, records: list[dict], ranks: list[tuple[int, f
     speed = sum(tokens for tokens, _ in ranks) / max(seconds for _, seconds in ranks)
     total = sum(r["tokens"] for r in kept)
     text = f"{c.out}: {len(kept):,} answers, {total:,} tokens, {speed:,.0f} tokens/s"
-    note(f"{text} | {cut} cut at {c.max_new_tokens} tokens (finished: false)" if cut else text)
+    note(f"{text} | {cut} cut (finished: false)" if cut else text)
     if out:
         note(f"{len(out)} prompt(s) left out, the first: {data.short(out[0], 300)}")
 
 
 def main(argv: list[str] | None = None) -> int:
     """Exit 0: every prompt is answered; 1: failed on the way, the same command goes on; 2: a mistake."""
-    speaks = env_int("LOCAL_RANK", 0) == 0
+    speaks = env_int("LOCAL_RANK", 0) == 0  # the mistakes that every rank sees are said once
     try:
-        return generate(parse_flags(argv))
+        c = parse_flags(argv)
+        job = prepare(c)
+        speaks = True
+        generate(c, *job)
+        return 0
     except ValueError as error:
         if speaks:
             print(f"generate.py: {error}", file=sys.stderr)
         return 2
     except ServerError as error:
         print(f"generate.py: {error}", file=sys.stderr)
+        return 1
+    except compile_utils.GateError as error:  # its traceback was shown
+        print(f"generate.py: {error}: --no-compile goes without", file=sys.stderr)
         return 1
     except torch.OutOfMemoryError:
         print("generate.py: out of GPU memory: give a smaller --batch-size", file=sys.stderr)
