@@ -64,7 +64,7 @@ def test_greedy_answers_are_the_targets_own(name, small_prefills):
     prompts = make_prompts(target)
     whole = [greedy(target, p) for p in prompts]
     longest = max(whole, key=len)
-    stops = {longest[5], whole[2][0]}
+    stops = {longest[5], whole[2][0], STOP}
     wanted = [w[: next((n for n, i in enumerate(w, 1) if i in stops), None)] for w in whole]
     assert 1 in map(len, wanted) and longest not in wanted and any(map(list.__eq__, wanted, whole))
     for rows, steps, lag in ((1, 1, 0), (2, 3, 1), (3, 1, 1), (7, 8, 1)):
