@@ -12,6 +12,7 @@ import pickle
 import pickletools
 import shutil
 import sys
+import threading
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -39,6 +40,7 @@ from model import (
     tap_layers,
     weight_files,
 )
+from world import UserError
 
 EXPORT_DTYPE = torch.bfloat16
 BROKEN = (  # what reading a damaged file raises, besides ValueError
@@ -144,7 +146,8 @@ class RunFolder:
 
     def say(self, line: str) -> None:
         """One line to the console and to train.log."""
-        print(line, flush=True)
+        sys.stdout.write(line + "\n")  # in one piece: the thread that saves says something too
+        sys.stdout.flush()
         self.log_file.write(line + "\n")
 
     def write_config(self, config: dict) -> None:
@@ -243,14 +246,43 @@ def versions() -> dict[str, str]:
     return {"torch": torch.__version__, "python": sys.version.split()[0]}
 
 
+@dataclasses.dataclass
+class Snapshot:
+    """A drafter and its optimizer as they are after a step, in CPU memory: training may go on."""
+
+    c: DrafterConfig
+    weights: dict[str, Tensor]
+    moments: dict  # optimizer.state_dict()
+
+    def state_dict(self) -> dict[str, Tensor]:
+        return self.weights
+
+
+def take_snapshot(drafter: Drafter, optimizer: torch.optim.Optimizer, kept: dict[str, Tensor]) -> Snapshot:
+    """Copy into `kept` (made at the first call; pinned for a GPU, from which this returns at once)."""
+
+    def copy(name: str, tensor: Tensor) -> Tensor:
+        if name not in kept:
+            kept[name] = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+        return kept[name].copy_(tensor.detach(), non_blocking=True)
+
+    weights = {name: copy(name, p) for name, p in drafter.state_dict().items()}
+    moments = optimizer.state_dict()
+    state = {
+        i: {name: copy(f"{i} {name}", value) for name, value in entry.items()}
+        for i, entry in moments["state"].items()
+    }
+    return Snapshot(drafter.c, weights, {**moments, "state": state})
+
+
 def save(
-    run: Path,
-    step: int,
-    drafter: Drafter,
-    optimizer: torch.optim.Optimizer,
-    state: dict,
-    keep: int,
+    run: Path, step: int, drafter: Drafter, optimizer: torch.optim.Optimizer, state: dict, keep: int
 ) -> Path:
+    """Write the checkpoint of a step and wait for it."""
+    return write(run, step, take_snapshot(drafter, optimizer, {}), state, keep)
+
+
+def write(run: Path, step: int, snapshot: Snapshot, state: dict, keep: int) -> Path:
     """Write `step-NNNNNN/` (fp32 weights, optimizer, state, export) whole or not at all; keep the newest
     `keep`.
     """
@@ -258,21 +290,88 @@ def save(
     beside = run / f".{place.name}.{os.getpid()}"
     shutil.rmtree(beside, ignore_errors=True)
     beside.mkdir()
-    weights = {name: p.detach().cpu().contiguous() for name, p in drafter.state_dict().items()}
-    save_file(weights, beside / "model.safetensors", metadata={"format": "pt"})
-    torch.save(optimizer.state_dict(), beside / "optimizer.pt")
-    export(drafter, beside / "export")
-    state = {"step": step, "drafter": dataclasses.asdict(drafter.c), "versions": versions(), **state}
+    save_file(snapshot.weights, beside / "model.safetensors", metadata={"format": "pt"})
+    torch.save(snapshot.moments, beside / "optimizer.pt")
+    export(snapshot, beside / "export")
+    state = {"step": step, "drafter": dataclasses.asdict(snapshot.c), "versions": versions(), **state}
     (beside / "state.json").write_text(json.dumps(state, indent=2) + "\n")
     for path in [*beside.rglob("*"), beside]:
         sync(path)
     if place.exists():  # a resumed run reaches this step again
-        shutil.rmtree(place)
+        remove(place)
     os.rename(beside, place)
     sync(run)
     for old in checkpoints(run)[:-keep] if keep else ():
-        shutil.rmtree(old)
+        remove(old)
     return place
+
+
+def remove(place: Path) -> None:
+    """Out of sight first: a kill in between leaves no half of a checkpoint."""
+    hidden = place.with_name(f".{place.name}.old")
+    shutil.rmtree(hidden, ignore_errors=True)
+    os.rename(place, hidden)
+    shutil.rmtree(hidden)
+
+
+class Saver:
+    """Writes checkpoints in a thread, one at a time: the step waits for a copy in memory, never for the
+    disk.
+
+    What the thread meets is raised by the next call here. From a GPU the copy runs beside the next forward
+    and backward; only the update that follows waits for it, on the device.
+    """
+
+    def __init__(self, run: Path, keep: int, say: Callable[[str], None]):
+        self.run, self.keep, self.say = run, keep, say
+        self.kept: dict[str, Tensor] = {}
+        self.thread, self.error = threading.Thread(), None
+        self.side: torch.cuda.Stream | None = None
+        self.copied: torch.cuda.Event | None = None
+
+    def save(self, step: int, drafter: Drafter, optimizer: torch.optim.Optimizer, state: dict) -> None:
+        """Take this step's snapshot and begin to write it, once the one before is written."""
+        self.wait()
+        if next(drafter.parameters()).is_cuda:
+            self.side = self.side or torch.cuda.Stream()
+            self.side.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(self.side):
+                snapshot = take_snapshot(drafter, optimizer, self.kept)
+                self.copied = self.side.record_event()
+        else:
+            snapshot = take_snapshot(drafter, optimizer, self.kept)
+        self.thread = threading.Thread(target=self._write, args=(step, snapshot, state), daemon=True)
+        self.thread.start()
+
+    def _write(self, step: int, snapshot: Snapshot, state: dict) -> None:
+        try:
+            if self.copied is not None:
+                self.copied.synchronize()
+            place = write(self.run, step, snapshot, state, self.keep)
+            self.say(f"saved {place} (export: {place / 'export'})")
+        except OSError as error:
+            self.error = UserError(
+                f"{self.run}: the checkpoint of step {step} could not be written ({error}): make room or "
+                f"give write access, then go on with --resume {self.run}"
+            )
+        except BaseException as error:  # whatever it is, the main thread must end with it
+            self.error = error
+
+    def before_update(self) -> None:
+        """The update of the next step may change what is being copied: let the device wait for the copy."""
+        self.check()
+        if self.copied is not None:
+            torch.cuda.current_stream().wait_event(self.copied)
+
+    def check(self) -> None:
+        if self.error is not None:
+            raise self.error
+
+    def wait(self, timeout_s: float | None = None) -> None:
+        """Until the last checkpoint is written; raises what kept it from that."""
+        if self.thread.ident is not None:
+            self.thread.join(timeout_s)
+        self.check()
 
 
 def sync(path: Path) -> None:
@@ -405,7 +504,7 @@ def export_config(c: DrafterConfig) -> dict:
     }
 
 
-def export(drafter: Drafter, folder: Path) -> None:
+def export(drafter: Drafter | Snapshot, folder: Path) -> None:
     """Write config.json and bf16 model.safetensors, then read them back and compare name by name."""
     folder.mkdir(parents=True, exist_ok=True)
     weights = {
@@ -416,7 +515,7 @@ def export(drafter: Drafter, folder: Path) -> None:
     os.chmod(folder / "model.safetensors", 0o644)  # a server may run as somebody else
     (folder / "config.json").write_text(json.dumps(export_config(drafter.c), indent=2) + "\n")
     back = load_file(folder / "model.safetensors")
-    assert back.keys() == weights.keys() == {export_name(n) for n, _ in drafter.named_parameters()}
+    assert back.keys() == weights.keys()
     assert all(torch.equal(back[name], w) for name, w in weights.items())
 
 

@@ -356,6 +356,7 @@ class Job:
         self.folder = world.together(
             lambda: checkpoint.RunFolder(run) if world.rank == 0 else None, "run folder"
         )
+        self.saver = checkpoint.Saver(run, c.keep, self.folder.say) if self.folder else None
         ending.on_forced_end = self.end_by_force
         facts = world.gather(self.batches.facts if self.batches else None)
         self.facts = next(f for f in facts if f)
@@ -406,6 +407,8 @@ class Job:
         """status.json says failed; where rank 0 is gone without a word, another rank writes it."""
         try:
             if self.folder:
+                with contextlib.suppress(Exception):  # its failure is being told already
+                    self.saver.wait(5)  # a checkpoint that is being written is worth some seconds
                 self.folder.write_status("failed", why=why)
             else:
                 checkpoint.note_failure(self.run, why)
@@ -564,6 +567,8 @@ def run_drafter(job: Job, feed: Streamed | Colocated, pulse: "Pulse") -> None:
             tokens += int((batch.doc_T >= 0).sum())
             feed.release()
         dist.all_reduce(totals, group=world.draft_group)
+        if job.saver:
+            job.saver.before_update()
         grad_norm, skipped = update(job, totals[1], job.lr(step))
         pulse.end_step(step, {"tokens": tokens}, torch.cat([totals, torch.stack([grad_norm, skipped])]))
         compile_utils.check_frozen()
@@ -883,12 +888,9 @@ def duration(seconds: float) -> str:
 
 
 def save(job: Job, step: int) -> None:
-    """Rank 0 writes the checkpoint of a finished step; the others go on and meet it at the next
-    all-reduce.
-    """
+    """Rank 0 copies what a finished step left, and a thread writes it while training goes on."""
     state = {"config": dataclasses.asdict(job.c), "next_batch": step * job.c.batches_per_step}
-    place = checkpoint.save(job.folder.path, step, job.drafter, job.optimizer, state, job.c.keep)
-    job.folder.say(f"saved {place} (export: {place / 'export'})")
+    job.saver.save(step, job.drafter, job.optimizer, state)
 
 
 def gate(job: Job) -> None:
@@ -1072,6 +1074,8 @@ def train(job: Job) -> None:
     else:
         sender = stream.Sender(world, job.shapes, job.c.depth)
         run_target(job, sender, Pulse(job, sender.waits))
+    if job.saver:
+        job.saver.wait()
     world.barrier()
     if folder:
         stopped = job.last_step < job.total_steps

@@ -1,9 +1,11 @@
 """What a run leaves on disk comes back as it was, or is refused in one line; exports are what others load."""
 
+import copy
 import dataclasses
 import json
 import os
 import shutil
+import threading
 
 import pytest
 import torch
@@ -12,6 +14,7 @@ from safetensors.torch import load_file, save_file
 
 import checkpoint
 import model
+from world import UserError
 
 
 def make_drafter(layers: int = 2, seed: int = 0, **changes) -> model.Drafter:
@@ -112,6 +115,99 @@ def test_a_save_that_fails_leaves_no_torn_checkpoint(tmp_path, monkeypatch, mome
     run._lock.close()
     checkpoint.RunFolder(run.path)
     assert not list(run.path.glob(".step-*")) and checkpoint.checkpoints(run.path) == [old]
+
+
+@pytest.fixture
+def slow_disk(monkeypatch):
+    """A disk that takes nothing until it is told to: (started, go on)."""
+    started, go_on, sync = threading.Event(), threading.Event(), checkpoint.sync
+
+    def slowly(path):
+        started.set()
+        assert go_on.wait(30)
+        sync(path)
+
+    monkeypatch.setattr(checkpoint, "sync", slowly)
+    yield started, go_on
+    go_on.set()
+
+
+def test_training_goes_on_while_a_checkpoint_is_written(tmp_path, slow_disk):
+    """What is on disk is what stood at that step, whatever happened meanwhile; nothing is seen before."""
+    started, go_on = slow_disk
+    drafter, said = make_drafter(layers=1), []
+    optimizer = adam(drafter)
+    train_a_little(drafter, optimizer, 3)
+    then = copy.deepcopy([drafter.state_dict(), optimizer.state_dict()])
+    saver = checkpoint.Saver(tmp_path, 1, said.append)
+    saver.save(3, drafter, optimizer, {"next_batch": 6, "config": {}})
+    for _ in range(2):
+        saver.before_update()
+        train_a_little(drafter, optimizer, 1)
+    assert started.wait(30) and checkpoint.checkpoints(tmp_path) == [] and said == []  # a kill here: none
+    go_on.set()
+    saver.wait()
+    (place,) = checkpoint.checkpoints(tmp_path)
+    assert said == [f"saved {place} (export: {place / 'export'})"]
+    other = make_drafter(layers=1, seed=7)
+    other_optimizer = adam(other)
+    assert checkpoint.load(place, other, other_optimizer)["step"] == 3
+    now = [other.state_dict(), other_optimizer.state_dict()]
+    assert all(torch.equal(now[0][k], then[0][k]) for k in then[0])
+    for i, entry in then[1]["state"].items():
+        assert all(torch.equal(now[1]["state"][i][k], entry[k]) for k in entry)
+    assert not torch.equal(next(other.parameters()), next(drafter.parameters()))  # it did go on
+    exported = checkpoint.load_export(place / "export", TINY)
+    assert all(
+        torch.equal(a.bfloat16(), b.bfloat16())
+        for a, b in zip(exported.parameters(), other.parameters(), strict=True)
+    )
+
+
+def test_checkpoints_are_written_one_at_a_time_and_pruned_when_whole(tmp_path, slow_disk):
+    started, go_on = slow_disk
+    drafter = make_drafter(layers=1)
+    optimizer = adam(drafter)
+    train_a_little(drafter, optimizer, 1)
+    go_on.set()
+    old = save(tmp_path, 1, drafter, optimizer)
+    saver = checkpoint.Saver(tmp_path, 1, lambda line: None)
+    started.clear()
+    go_on.clear()
+    saver.save(2, drafter, optimizer, {"next_batch": 4, "config": {}})
+    assert started.wait(30) and checkpoint.checkpoints(tmp_path) == [old]
+    second = threading.Thread(
+        target=saver.save, args=(3, drafter, optimizer, {"next_batch": 6, "config": {}})
+    )
+    second.start()
+    second.join(0.3)
+    assert second.is_alive()  # it waits for the one before
+    go_on.set()
+    second.join(30)
+    saver.wait()
+    assert [p.name for p in tmp_path.iterdir()] == ["step-000003"]
+
+
+@pytest.mark.parametrize("moment", ["save_file", "export", "say"])
+def test_an_error_while_writing_ends_the_run(tmp_path, monkeypatch, moment):
+    """It is raised by the next step, or by the next save, or at the end."""
+
+    def full(*_, **__):
+        raise OSError(28, "No space left on device")
+
+    drafter = make_drafter(layers=1)
+    optimizer = adam(drafter)
+    train_a_little(drafter, optimizer, 1)
+    saver = checkpoint.Saver(tmp_path, 1, full if moment == "say" else lambda line: None)
+    if moment != "say":
+        monkeypatch.setattr(checkpoint, moment, full)
+    saver.before_update()
+    saver.save(1, drafter, optimizer, {"next_batch": 2, "config": {}})
+    saver.thread.join(30)
+    for call in (saver.before_update, saver.wait, lambda: saver.save(2, drafter, optimizer, {})):
+        with pytest.raises(UserError, match=r"step 1 could not be written .*No space left.*--resume"):
+            call()
+    assert len(checkpoint.checkpoints(tmp_path)) == (moment == "say")
 
 
 def damage(path, how: str) -> None:
