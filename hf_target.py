@@ -26,6 +26,7 @@ from data import read_json, short
 from model import MOST_LAYERS, WIDEST, number, real
 
 VERSIONS = "transformers>=5,<6"
+SCORES = 1 << 28  # attention scores at a time where the library can only form them whole
 PADDING = (
     4 / 3
 )  # documents share a padded batch while the longest is at most so much longer than the shortest
@@ -88,6 +89,8 @@ class TargetConfig(model.TargetConfig):
     head: int
     of_layers: tuple[int, ...]
     active: tuple[int, ...]  # of those, what one token meets: not the experts it is not sent to
+    mlp_width: int  # numbers a token takes in the largest MLP, roughly
+    eager: bool  # attention forms all its scores
 
     def prefill_flops(self, tokens: int, layers: int) -> float:
         """FLOPs of the products of `layers` layers over so many tokens, padding left out."""
@@ -98,12 +101,11 @@ class TargetConfig(model.TargetConfig):
 
     def features_bytes(self, tokens: int, size: int = 2) -> int:
         """A rough estimate, since each architecture has a forward pass of its own: some ten hidden states,
-        attention's and the MLP's inner ones, of padded documents.
+        attention's and the MLP's inner ones, of padded documents; whole scores where attention is eager.
         """
-        width = (
-            10 * self.hidden + 4 * (self.heads + 2 * self.kv_heads) * self.head_dim + 4 * self.intermediate
-        )
-        return int(PADDING * tokens) * width * size
+        width = 10 * self.hidden + 4 * (self.heads + 2 * self.kv_heads) * self.head_dim + self.mlp_width
+        scores = max(SCORES, min(tokens, 4096) ** 2 * self.heads) if self.eager else 0
+        return int(PADDING * tokens) * width * size + scores * (2 * size + 4)
 
     @staticmethod
     def from_folder(folder: str | Path) -> "TargetConfig":
@@ -191,6 +193,8 @@ def _shape(text, hf: nn.Module) -> TargetConfig:
     if type(wide) is not int or wide < 1.5 * hidden:  # none, one a layer, or one small expert's
         wide = 3 * hidden
     theta, scaling = rope(text)
+    chosen = _count(text, CHOSEN_NAMES, 0)
+    of_expert = _count(text, ("moe_intermediate_size", "expert_ffn_hidden_size", "intermediate_size"), hidden)
     first = {p: i for i in reversed(range(len(layers))) for p in layers[i].parameters()}  # layers share some
     sizes = [sum(p.numel() for p, where in first.items() if where == i) for i in range(len(layers))]
     head_size = 0 if getattr(text, "tie_word_embeddings", False) else head.weight.numel()
@@ -219,7 +223,15 @@ def _shape(text, hf: nn.Module) -> TargetConfig:
         head=head_size,
         of_layers=tuple(sizes),
         active=tuple(_active(layer, text) for layer in layers),
+        mlp_width=max(4 * wide, chosen * (hidden + 3 * of_expert)),
+        eager=text._attn_implementation == "eager",
     )
+
+
+def _count(text, names: tuple[str, ...], default: int) -> int:
+    """As `_number`, for what only an estimate needs: never a reason to refuse."""
+    value = getattr(text, _named(text, names), None)
+    return value if type(value) is int and value > 0 else default
 
 
 def _named(text, names: tuple[str, ...]) -> str:
@@ -228,8 +240,8 @@ def _named(text, names: tuple[str, ...]) -> str:
 
 def _active(layer: nn.Module, text) -> int:
     """Parameters of a layer that one token meets."""
-    experts, chosen = (getattr(text, _named(text, names), None) for names in (EXPERT_NAMES, CHOSEN_NAMES))
-    share = min(1.0, chosen / experts) if type(chosen) is type(experts) is int else 1.0
+    experts = _count(text, EXPERT_NAMES, 1)
+    share = min(1.0, _count(text, CHOSEN_NAMES, experts) / experts)
     return int(sum(p.numel() * (share if "experts." in name else 1) for name, p in layer.named_parameters()))
 
 
@@ -378,7 +390,7 @@ class Target:
             out_TKH = torch.empty(len(tokens_T), len(ids) * hidden, device=device, dtype=self.dtype)
         bounds = cu_seqlens.tolist()
         out_TKH[bounds[-1] :] = 0
-        for documents in like_lengths(bounds):
+        for documents in like_lengths(bounds, SCORES // self.c.heads if self.c.eager else 0):
             start_D, end_D = torch.tensor(documents).T
             at_DL = start_D[:, None] + torch.arange(int((end_D - start_D).max()))
             inside_DL = at_DL < end_D[:, None]
@@ -411,13 +423,18 @@ class Target:
         return worst
 
 
-def like_lengths(bounds: list[int]) -> Iterator[list[tuple[int, int]]]:
-    """Documents (start, end) of a packed row, in groups that pad to little more than they are."""
+def like_lengths(bounds: list[int], scores: int = 0) -> Iterator[list[tuple[int, int]]]:
+    """Documents (start, end) of a packed row, in groups that pad to little more than they are.
+
+    `scores`: more than one document only while their padded lengths squared stay within it (0: no limit).
+    """
     documents = [(a, b) for a, b in itertools.pairwise(bounds) if b > a]
     documents.sort(key=lambda d: d[1] - d[0])
     while documents:
         most = PADDING * (documents[0][1] - documents[0][0])
         group = [d for d in documents if d[1] - d[0] <= most]
+        while scores and len(group) > 1 and len(group) * (group[-1][1] - group[-1][0]) ** 2 > scores:
+            group.pop()
         yield group
         documents = documents[len(group) :]
 

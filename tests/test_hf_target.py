@@ -191,6 +191,11 @@ def test_documents_run_in_groups_of_like_length():
         sizes = [b - a for a, b in group]
         assert max(sizes) <= hf_target.PADDING * min(sizes)
     assert len(groups) < 25
+    limited = list(hf_target.like_lengths(bounds, 50_000))
+    assert sorted(d for group in limited for d in group) == documents
+    for group in limited:
+        assert len(group) == 1 or len(group) * max(b - a for a, b in group) ** 2 <= 50_000
+    assert len(groups) < len(limited) < len(documents)
 
 
 def test_a_target_whose_documents_reach_each_other_is_refused(tmp_path, monkeypatch):
