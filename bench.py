@@ -240,6 +240,7 @@ GEMMS = (
 CPU_GEMMS = ("aten::linear", "aten::matmul", "aten::mm", "aten::addmm", "aten::bmm", "aten::_scaled_mm")
 SYNCS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize", "cudaMemcpy")
 ALLOCATIONS = ("cudaMalloc", "cudaFree", "cudaHostAlloc", "cudaHostRegister", "cuMemCreate")
+CASTS = re.compile(r"triton_poi_fused__to_copy(__to_copy|_t|_permute|_view|_transpose|_clone)*(_\d+)?$")
 STEP = "bench step"
 MARKS = {  # ranges of the host whose kernels belong to a part, whatever they are called
     "mark mask": "mask and blocks",
@@ -294,10 +295,7 @@ def part_of(kernel: str, marks: frozenset[str]) -> str:
             return MARKS[mark]
     if "memcpy" in name or "memset" in name:
         return "copies and fills"
-    casts = name.removeprefix("void ")
-    if "triton_" in casts and casts.split("fused__to_copy")[-1].strip("_0123456789") == "":
-        return "casts"
-    return "norms and pointwise"
+    return "casts" if CASTS.match(name) else "norms and pointwise"
 
 
 CALLS = re.compile(r"(cuda|cu|hip)[A-Z]")  # names of the CUDA runtime and driver
