@@ -25,6 +25,7 @@ import dataclasses
 import datetime
 import fcntl
 import hashlib
+import http.client
 import itertools
 import json
 import os
@@ -59,7 +60,7 @@ PREFILL = 8192  # padded tokens of one prefill
 CHUNK = 1024  # of which so many of a row at a time: the mask is [W, W] otherwise
 FEW = 8  # rows of a small prefill
 STEPS = 8  # steps of all rows between two looks at them, on a GPU
-ROWS = 256  # where memory allows
+ROWS, CPU_ROWS = 256, 32  # where memory allows
 ATTEMPTS, BACKOFF_S = 8, 1.0  # of a request, and the wait between the first two: 1, 2, 4, ... s, at most 60
 MOST_REFUSED = 20  # requests a server may refuse before it has answered one
 REPLY_BYTES = 64 << 20
@@ -435,7 +436,7 @@ class Writer(decode.Engine):
 def choose_rows(c: argparse.Namespace, target: Target, capacity: int, prompts: int) -> int:
     """--batch-size, by default as many rows as make a GPU busy and fit into 70% of its free memory."""
     if c.device == "cpu":
-        return min(c.batch_size or 8, prompts)
+        return min(c.batch_size or CPU_ROWS, prompts)
     rows = c.batch_size or ROWS  # however few prompts: what is compiled has this shape
     if not c.batch_size:
         t, size = target.c, torch.finfo(target.dtype).bits // 8
@@ -526,6 +527,13 @@ def target_answers(
 # A server
 
 
+class NoRedirect(urllib.request.HTTPRedirectHandler):
+    """The key goes to the server that was named, nowhere else."""
+
+    def redirect_request(self, *_):
+        return None
+
+
 class Refused(ValueError):
     """The server does not want this prompt; others it may."""
 
@@ -533,25 +541,30 @@ class Refused(ValueError):
 def ask(c: argparse.Namespace, item: Item) -> dict:
     """The line of one item from the server, after as many attempts as it takes; ValueError when it fails."""
     body = {"model": c.model, "messages": item.messages, "max_tokens": c.max_new_tokens}
-    body |= {"temperature": c.temperature} | ({"seed": c.seed} if c.temperature else {})
+    body |= {"temperature": c.temperature} | ({"seed": int(item.id[:7], 16)} if c.temperature else {})
     headers = {"Content-Type": "application/json"}
     if c.key:
         headers["Authorization"] = f"Bearer {c.key}"
+    opener = urllib.request.build_opener(NoRedirect)
     request = urllib.request.Request(c.url, json.dumps(body).encode(), headers)
     for attempt in range(1, ATTEMPTS + 1):
         wait = min(60.0, BACKOFF_S * 2 ** (attempt - 1)) * random.uniform(0.5, 1.0)
         try:
-            with urllib.request.urlopen(request, timeout=c.timeout) as reply:
+            with opener.open(request, timeout=c.timeout) as reply:
                 return line_of_reply(item, reply.read(REPLY_BYTES))
         except urllib.error.HTTPError as error:
-            why = f"HTTP {error.code}: {data.short(error.read(2000).decode(errors='replace'), 160)}"
+            why = f"HTTP {error.code}: {reason(error)}"
             if error.code in (400, 413, 422):
                 raise Refused(why) from None
             if error.code not in (408, 409, 425, 429) and error.code < 500:
                 raise ValueError(f"--server {c.url}: {why}: correct --server, --model or the key") from None
             told = error.headers.get("Retry-After", "")
             wait = max(wait, min(60.0, float(told))) if told.isdecimal() else wait
-        except (OSError, ValueError) as error:  # no connection, a time-out, a reply that is not one
+        except (
+            OSError,
+            ValueError,
+            http.client.HTTPException,
+        ) as error:  # no connection, a time-out, a reply that is not one
             why = data.short(f"{getattr(error, 'reason', error) or type(error).__name__}", 160)
         if attempt < ATTEMPTS:
             time.sleep(wait)
@@ -559,6 +572,14 @@ def ask(c: argparse.Namespace, item: Item) -> dict:
         f"--server {c.url}: {ATTEMPTS} attempts failed, the last with {why}: start the server, then again "
         "this command"
     )
+
+
+def reason(error: urllib.error.HTTPError) -> str:
+    """What the server says about it."""
+    try:
+        return data.short(error.read(2000).decode(errors="replace"), 160)
+    except (OSError, http.client.HTTPException):
+        return error.reason
 
 
 def line_of_reply(item: Item, reply: bytes) -> dict:
@@ -585,7 +606,7 @@ def server_answers(c: argparse.Namespace, items: list[Item]) -> Iterator[dict]:
                 return
             try:
                 results.put((item, ask(c, item)))
-            except ValueError as error:
+            except Exception as error:  # for the main thread, which waits for as many results as items
                 results.put((item, error))
 
     for _ in range(min(c.concurrency, len(items))):
@@ -598,8 +619,8 @@ def server_answers(c: argparse.Namespace, items: list[Item]) -> Iterator[dict]:
             if not answered and refused >= min(MOST_REFUSED, len(items)):
                 raise ServerError(f"--server {c.url}: refuses every prompt: {got}: correct --model or flags")
             got = left_out(item, f"refused by the server: {got}")
-        elif isinstance(got, ValueError):
-            raise ServerError(str(got))
+        elif isinstance(got, Exception):
+            raise ServerError(str(got)) if isinstance(got, ValueError) else got
         answered = answered or "left_out" not in got
         yield got
 
@@ -677,7 +698,9 @@ def check_server(c: argparse.Namespace) -> None:
     if not c.model:
         raise ValueError("--model is missing: give the name that the server has for its model")
     url = urllib.parse.urlsplit(c.server)
-    if url.scheme not in ("http", "https") or not url.netloc or not c.server.isascii():
+    port = url.netloc.rpartition("]")[2].partition(":")[2]
+    plain = c.server.isascii() and c.server.isprintable() and " " not in c.server
+    if url.scheme not in ("http", "https") or not url.hostname or not plain or not (port + "0").isdecimal():
         raise ValueError(f"--server {data.short(c.server, 60)}: give a URL such as http://localhost:8000")
     path = url.path.rstrip("/").removesuffix("/chat/completions").removesuffix("/v1")
     c.url = f"{url.scheme}://{url.netloc}{path}/v1/chat/completions"
@@ -691,7 +714,7 @@ def check_server(c: argparse.Namespace) -> None:
 def check_device(c: argparse.Namespace) -> None:
     if c.device not in ("", "cpu", "cuda"):
         raise ValueError(f"--device {data.short(c.device, 40)}: give cuda or cpu")
-    if c.device == "cuda" and not torch.cuda.is_available():
+    if c.device == "cuda" and c.world == 1 and not torch.cuda.is_available():
         raise ValueError("--device cuda: torch sees no GPU here: leave it out, or check the driver")
     if c.dtype not in ("", "float32", "bfloat16", "float16"):
         raise ValueError(f"--dtype {data.short(c.dtype, 40)}: give float32, bfloat16 or float16")
@@ -708,11 +731,11 @@ def join(c: argparse.Namespace) -> None:
     c.store = dist.PrefixStore(f"blockdraft/{ATTEMPT}", store)
     long = datetime.timedelta(days=30)
     dist.init_process_group("gloo", store=c.store, rank=c.rank, world_size=c.world, timeout=long)
-    devices = [None] * c.world
-    dist.all_gather_object(devices, c.device)
-    if len(set(devices)) > 1:
+    gpus = [None] * c.world
+    dist.all_gather_object(gpus, c.device == "cuda" and torch.cuda.is_available())
+    if any(gpus) != all(gpus) or c.device == "cuda" and not gpus[c.rank]:
         raise ValueError(
-            f"{c.world} ranks but {devices.count('cuda')} GPU(s): give --nproc_per_node their number, or "
+            f"{c.world} ranks but {sum(gpus)} of them with a GPU: give --nproc_per_node their number, or "
             "--device cpu"
         )
 
@@ -791,9 +814,12 @@ def main(argv: list[str] | None = None) -> int:
         if speaks:
             print(f"generate.py: {error}", file=sys.stderr)
         return 2
-    except ServerError as error:
+    except (ServerError, OSError) as error:
         print(f"generate.py: {error}", file=sys.stderr)
         return 1
+    except KeyboardInterrupt:
+        print("generate.py: stopped: the same command goes on", file=sys.stderr)
+        return 130
     except compile_utils.GateError as error:  # its traceback was shown
         print(f"generate.py: {error}: --no-compile goes without", file=sys.stderr)
         return 1
