@@ -236,7 +236,8 @@ class Ending:
         mine = {"rank": -1 if self._world is None else self._world.rank, "why": why}
         if self._world is None:
             return mine
-        if isinstance(error, dist.DistError | RuntimeError) and LOST.search(why):
+        lost = isinstance(error, dist.DistError | RuntimeError) and LOST.search(why)
+        if lost:
             mine["why"] = (
                 f"{self._world.name()} lost the connection to another rank, which was killed or crashed"
             )
@@ -244,7 +245,8 @@ class Ending:
         try:
             return json.loads(self._store.compare_set("failure", "", json.dumps(mine)))
         except (RuntimeError, ValueError):  # the launcher, which keeps the store, is gone
-            return mine
+            leader = self._world.node * self._world.per_node
+            return mine | {"rank": leader} if lost else mine  # a node says it once
 
     def finished(self) -> None:
         self._over.set()

@@ -361,7 +361,8 @@ class Rig:
         if not self.clock.exists() and shutil.which("cc"):
             command = ["cc", "-shared", "-fPIC", "-O1", "-x", "c", "-", "-o", str(self.clock)]
             subprocess.run(command, input=CLOCK, text=True, check=True)
-        self.launcher = Launcher(self.home)
+        self.logs = Path(tempfile.mkdtemp(prefix="resumes-", dir=self.folder))
+        self.launcher = Launcher(self.logs)
 
     def flags(self, split: str, steps: int = STEPS) -> list[str]:
         flags = f"--data {self.folder}/train.jsonl --eval-data {self.folder}/eval.jsonl --device cpu --keep 0"
@@ -482,6 +483,7 @@ class Rig:
 
     def close(self) -> None:
         self.launcher.close()
+        shutil.rmtree(self.logs)
 
 
 def marked(home: Path) -> list[int]:
