@@ -134,6 +134,8 @@ def read_config(folder: str | Path):
             f"{path}: model_type {kind} is unknown to transformers {transformers.__version__}: {code}"
             "use another model or a newer transformers"
         )
+    if (path.parent / "adapter_config.json").exists():
+        raise ValueError(f"{path.parent}: holds an adapter of another model: merge the two first")
     if c.get("quantization_config") is not None:
         raise ValueError(f"{path}: quantized weights are not supported: fetch or write the model in bfloat16")
     with one_line(folder, "read config.json"):

@@ -300,6 +300,9 @@ def test_missing_weights_and_pickles_are_refused(tmp_path):
     torch.save(weights, folder / "pytorch_model.bin")
     with pytest.raises(ValueError, match="cannot load the model"):
         hf_target.Target.load(folder, layers=2, head=False)
+    (folder / "adapter_config.json").write_text('{"base_model_name_or_path": "another"}')
+    with pytest.raises(ValueError, match="an adapter of another model: merge"):
+        hf_target.Target.load(folder, layers=2, head=False)
 
 
 def test_a_head_that_does_something_else_is_refused(tmp_path, monkeypatch):
@@ -325,9 +328,11 @@ def test_a_head_that_does_something_else_is_refused(tmp_path, monkeypatch):
         everything(capped)
 
 
-def test_config_cannot_name_a_kernel_and_the_hub_is_never_asked(tmp_path):
+def test_config_names_neither_code_nor_a_kernel_and_the_hub_is_never_asked(tmp_path):
     folder = save(tmp_path, *CASES["mixtral"])
-    edit_config(folder, attn_implementation="somebody/kernel", _attn_implementation="somebody/kernel")
+    (folder / "evil.py").write_text("raise SystemExit('the code of a model folder ran')\n")
+    own = {"AutoModelForCausalLM": "evil.Evil", "AutoConfig": "evil.Config"}
+    edit_config(folder, attn_implementation="some/kernel", _attn_implementation="some/kernel", auto_map=own)
     target = hf_target.Target.load(folder, layers=2, head=False)
     assert target.hf.config._attn_implementation == "sdpa"
     assert os.environ["HF_HUB_OFFLINE"] == "1"
@@ -360,8 +365,8 @@ def test_training_with_a_mixture_of_experts_learns_the_same_in_both_layouts(
 ):
     flags = [*small, "--target", experts, "--target-backend", "transformers", "--batches-per-step", "2"]
     flags += ["--steps", "12", "--lr", "3e-3", "--block-size", "8", "--eval-every", "12"]
-    alone = launcher.run(1, tmp_path / "alone", *flags).good().records()
-    split = launcher.run(2, tmp_path / "split", *flags).good().records()
+    alone = launcher.run(1, tmp_path / "alone", *flags, limit_s=180).good().records()
+    split = launcher.run(2, tmp_path / "split", *flags, limit_s=180).good().records()
     losses = [[r["loss"] for r in records if "loss" in r] for records in (alone, split)]
     assert len(losses[0]) == 12
     assert losses[0] == pytest.approx(losses[1], rel=1e-4)
