@@ -560,11 +560,7 @@ def ask(c: argparse.Namespace, item: Item) -> dict:
                 raise ValueError(f"--server {c.url}: {why}: correct --server, --model or the key") from None
             told = error.headers.get("Retry-After", "")
             wait = max(wait, min(60.0, float(told))) if told.isdecimal() else wait
-        except (
-            OSError,
-            ValueError,
-            http.client.HTTPException,
-        ) as error:  # no connection, a time-out, a reply that is not one
+        except (OSError, ValueError, http.client.HTTPException) as error:  # none, too late, or not an answer
             why = data.short(f"{getattr(error, 'reason', error) or type(error).__name__}", 160)
         if attempt < ATTEMPTS:
             time.sleep(wait)
@@ -733,7 +729,7 @@ def join(c: argparse.Namespace) -> None:
     dist.init_process_group("gloo", store=c.store, rank=c.rank, world_size=c.world, timeout=long)
     gpus = [None] * c.world
     dist.all_gather_object(gpus, c.device == "cuda" and torch.cuda.is_available())
-    if any(gpus) != all(gpus) or c.device == "cuda" and not gpus[c.rank]:
+    if any(gpus) != all(gpus) or (c.device == "cuda" and not all(gpus)):
         raise ValueError(
             f"{c.world} ranks but {sum(gpus)} of them with a GPU: give --nproc_per_node their number, or "
             "--device cpu"

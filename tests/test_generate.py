@@ -84,21 +84,21 @@ def test_samples_depend_on_their_key_only(small_prefills):
 
 @torch.no_grad()
 def test_samples_are_distributed_as_the_target_says():
-    """Pairs of a first and a second token, against the chain rule over whole forward passes."""
-    target, temperature, times = make_target(V=7, spread=1.5), 1.3, 6000
-    ids = [3, 5, 2]
+    """Whole answers of up to three tokens, against the chain rule over whole forward passes."""
+    target, temperature, times, new = make_target(V=5, spread=1.5), 1.3, 4000, 3
+    ids = [3, 4, 2]
 
-    def chances(more):
-        logits = decode.next_logits(target, ids + more, 256)
-        return torch.softmax(logits.double() / temperature, -1).tolist()
+    def expect(more: tuple, count: float) -> dict[tuple, float]:
+        if len(more) == new or STOP in more:
+            return {more: count}
+        logits = decode.next_logits(target, [*ids, *more], 256)
+        chances = torch.softmax(logits.double() / temperature, -1).tolist()
+        parts = [expect((*more, token), count * p) for token, p in enumerate(chances)]
+        return dict(itertools.chain(*(part.items() for part in parts)))
 
-    expected = {}
-    for a, p in enumerate(chances([])):
-        for b, q in enumerate(chances([a])) if a != STOP else [(None, 1.0)]:
-            expected[(a,) if b is None else (a, b)] = times * p * q
-    prompts = [Prompt(ids, len(ids) + 2, "", "")] * times
-    answers = write(target, prompts, 500, temperature)
-    seen = collections.Counter(map(tuple, answers))
+    expected = expect((), times)
+    prompts = [Prompt(ids, len(ids) + new, "", "")] * times
+    seen = collections.Counter(map(tuple, write(target, prompts, 1000, temperature)))
     assert set(seen) <= set(expected)
     common = [pair for pair, n in expected.items() if n > 5]
     chi2 = sum((seen[pair] - expected[pair]) ** 2 / expected[pair] for pair in common)
@@ -231,6 +231,8 @@ def test_answers_that_are_cut_are_marked_and_not_taught_to_end(some, tmp_path, c
     for r, low, high in zip(found, corpus.offsets, corpus.offsets[1:], strict=False):
         last = corpus.tokens[low:high][corpus.mask[low:high] > 0][-1]
         assert (last in decode.stop_tokens(tokenizer)) == r["finished"]
+        prompt = decode.prompt_ids(r, tokenizer, False)[0]
+        assert corpus.mask[low:high][len(prompt) :].sum() == r["tokens"]
 
 
 def test_samples_of_a_seed_are_the_same_in_any_batch(some, tmp_path):
