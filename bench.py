@@ -24,6 +24,7 @@ import contextlib
 import dataclasses
 import datetime
 import json
+import math
 import os
 import re
 import statistics
@@ -120,17 +121,17 @@ def config_of(name: str, flags: list[str], folder: Path, size: int) -> tuple[tra
         (folder / "config.json").write_text(json.dumps(MODELS[shape.model]))
         mine += ["--target", str(folder), "--data", "made-up.jsonl"]
     asked = train.parse_flags([*mine, *flags])
-    t = TargetConfig.from_folder(asked.folder)
+    t = train.backend(asked).TargetConfig.from_folder(asked.folder)
     c = train.resolve(asked, t, size, 1)
     c.max_batch_size = -(-c.token_budget // c.max_length)
     return c, t
 
 
 @contextlib.contextmanager
-def job_of(c: train.Config, t: TargetConfig, role: str) -> Iterator[train.Job]:
+def job_of(c: train.Config, t: TargetConfig, role: str, batches: type = RandomBatches) -> Iterator[train.Job]:
     """A job of train.py that is past its gate; `role` drafter or target on one rank, '' under torchrun."""
     use_random_weights()
-    train.Batches, train.checkpoint.RunFolder = RandomBatches, lambda run: None
+    train.Batches, train.checkpoint.RunFolder = batches, lambda run: None
     ending, world = Ending(), World(c.layout, c.drafters)
     world.join(c.device, allow_cpu=not c.target)
     ending.watch(world)
@@ -514,18 +515,7 @@ def repeat(
 def bench_step(name: str, c: train.Config, t: TargetConfig, count: int) -> dict:
     """One forward and backward of the drafter over a batch, as train.py runs it; then its update alone."""
     with job_of(c, t, "drafter") as job:
-        batches = [job.batches.train(b) for b in range(8)]
-        features_TKH = torch.empty(c.token_budget, job.shapes.width, dtype=job.dtype, device=job.device)
-
-        def fresh() -> None:
-            features_TKH.normal_()
-            grads = [p.grad for p in job.drafter.parameters() if p.grad is not None]
-            if grads:
-                torch._foreach_zero_(grads)
-
-        def step(i: int) -> Tensor:
-            return train.accumulate(job, job.drafter, batches[i % 8], features_TKH, sync=True)
-
+        batches, step, fresh = drafter_work(job)
         ms = repeat(job, step, fresh, count)
         d: DrafterConfig = job.drafter_config
         mean = float(
@@ -543,6 +533,24 @@ def bench_step(name: str, c: train.Config, t: TargetConfig, count: int) -> dict:
             repeat(job, lambda i: train.update(job, weight, 1e-6), lambda: None, 5)
         )
     return found
+
+
+def drafter_work(job: train.Job) -> tuple[list[data.Batch], Callable[[int], Tensor], Callable[[], None]]:
+    """(batches, one forward and backward of them in turn, new features and no gradients)."""
+    batches = [job.batches.train(b) for b in range(8)]
+    features_TKH = torch.empty(job.c.token_budget, job.shapes.width, dtype=job.dtype, device=job.device)
+
+    def fresh() -> None:
+        features_TKH.normal_()
+        grads = [p.grad for p in job.drafter.parameters() if p.grad is not None]
+        if grads:
+            torch._foreach_zero_(grads)
+
+    def step(i: int) -> Tensor:
+        return train.accumulate(job, job.drafter, batches[i % 8], features_TKH, sync=True)
+
+    fresh()
+    return batches, step, fresh
 
 
 def bench_target(name: str, c: train.Config, t: TargetConfig, count: int) -> dict:
@@ -621,24 +629,34 @@ def bench_stream(name: str, c: train.Config, t: TargetConfig, count: int) -> dic
     return found
 
 
-def side_by_side(job: train.Job, count: int, send: bool, work: Callable[[Tensor], object]) -> float:
-    """Milliseconds a batch when this rank does its work `count` times, sending or receiving where asked."""
+def side_by_side(job: train.Job, rounds: int, send: bool, work: Callable[[Tensor], object]) -> float:
+    """Milliseconds a batch of this rank's, when it does its work on each, sending or receiving where asked.
+
+    A round has as many batches as make every rank's share whole; two rounds more, to fill the buffers.
+    """
     world, cuda = job.world, job.device.type == "cuda"
     end = (stream.Receiver if world.drafts else stream.Sender)(world, job.shapes, job.c.depth)
-    batch, own, begun = RandomBatches(job.c, job.t).train(0), end.buffers.all[0], 0.0
+    batch, own = RandomBatches(job.c, job.t).train(0), end.buffers.all[0]
+    whose = world.drafter_of if world.drafts else world.target_of
+    round_of = math.lcm(world.drafters_per_node, world.per_node - world.drafters_per_node) * world.nodes
+    begun, done = 0.0, 0
 
     def expect(first: int, last: int) -> None:
-        for b in range(first, last) if send and world.drafts else ():
-            end.expect(stream.TRAIN, b)
+        for b in range(first * round_of, last * round_of) if send and world.drafts else ():
+            if whose(b) == world.rank:
+                end.expect(stream.TRAIN, b)
 
     expect(0, 2)  # a receiver that expected more would wait for it before the barrier
     with torch.set_grad_enabled(world.drafts):
-        for b in range(count + 2):
-            if b == 2:  # the first two fill the buffers
+        for b in range((rounds + 2) * round_of):
+            if b == 2 * round_of:
                 wait(cuda)
                 world.barrier()
-                expect(2, count + 2)
-                begun = time.perf_counter()
+                expect(2, rounds + 2)
+                begun, done = time.perf_counter(), 0
+            if whose(b) != world.rank:
+                continue
+            done += 1
             if not send:
                 work(own)
             elif world.drafts:
@@ -650,7 +668,7 @@ def side_by_side(job: train.Job, count: int, send: bool, work: Callable[[Tensor]
         if send and not world.drafts:
             end.close()
         wait(cuda)
-    return 1000 * (time.perf_counter() - begun) / count
+    return 1000 * (time.perf_counter() - begun) / done
 
 
 # ---------------------------------------------------------------------------------------------------------
