@@ -53,7 +53,7 @@ import hf_target
 import model
 import stream
 from model import Blocks, Drafter, DrafterConfig, TargetConfig
-from world import Control, Ending, UserError, World
+from world import Control, Ending, UserError, World, launcher_store
 
 TINY = Path(__file__).parent / "assets" / "tiny"
 USER_CACHE = Path.home() / ".cache" / "blockdraft"
@@ -136,8 +136,19 @@ class Parser(argparse.ArgumentParser):
         raise ValueError(f"{data.short(message, 300)}: see train.py --help")
 
 
-def parse_flags(argv: list[str] | None = None) -> Config:
-    """The config from the command line; a resumed run's saved config fills in what is not given."""
+def restarted_run() -> str:
+    """The run folder of this job before torchrun --max-restarts started it again, if it had begun."""
+    if int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) == 0:
+        return ""
+    kept = launcher_store()
+    run = kept.get("run").decode() if kept.check(["run"]) else ""
+    return run if run and (Path(run) / "config.json").exists() else ""
+
+
+def parse_flags(argv: list[str] | None = None, restarted: str = "") -> Config:
+    """The config from the command line; the saved config of a resumed or restarted run fills in what is not
+    given.
+    """
     parser = Parser(
         prog="train.py",
         description=__doc__,
@@ -155,6 +166,8 @@ def parse_flags(argv: list[str] | None = None) -> Config:
     given = vars(parser.parse_args(argv))
     check_values(given, "--{}: give another value")
     saved = {}
+    if restarted:
+        given = {k: v for k, v in given.items() if k != "out"} | {"resume": restarted}
     if given.get("resume"):
         if "out" in given:
             raise ValueError("--out with --resume: a resumed run stays in its folder: leave --out out")
@@ -162,6 +175,7 @@ def parse_flags(argv: list[str] | None = None) -> Config:
         saved = checkpoint.read_config(run)
         if saved.pop("world_size", 0) != int(os.environ.get("WORLD_SIZE", 1)):
             saved |= {"drafters": 0, "layout": ""}  # another world: split it anew
+            given = {k: v for k, v in given.items() if not restarted or k not in ("drafters", "layout")}
         known = {f.name for f in dataclasses.fields(Config)}
         saved = {k: v for k, v in saved.items() if k in known} | {"out": str(run)}
         check_values(saved, f"{run}/config.json: {{}}: start the run anew")
@@ -368,6 +382,7 @@ class Job:
         self.eval_every = c.eval_every or -(-self.total_steps // (10 if c.target else 5))
         self.save_every = c.save_every or -(-self.total_steps // 4)
         self.first_step, self.last_step = 0, self.total_steps  # last_step shrinks when a stop is asked for
+        self.hurried = False  # saved at once after a signal
         width = len(self.drafter_config.ids) * t.hidden
         self.shapes = stream.Shapes(c.token_budget, c.anchors, c.max_batch_size, width, self.dtype)
         # The targets are ahead of the drafters; ranks that do both are not, and can stop at once.
@@ -574,7 +589,9 @@ def run_drafter(job: Job, feed: Streamed | Colocated, pulse: "Pulse") -> None:
         compile_utils.check_frozen()
         if job.evaluates(step):
             pulse.evaluated(step, evaluate(job, feed))
-        if job.saves(step) and job.folder:
+        hurry = job.ending.asked.is_set() and not job.hurried
+        if job.folder and (job.saves(step) or hurry):
+            job.hurried |= hurry  # the last step may come too late for torchrun: keep this one at least
             save(job, step)
 
 
@@ -965,17 +982,18 @@ def choose_run(c: Config, world: World) -> tuple[Path, Path | None]:
     restarted = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) > 0
 
     def choose() -> tuple[Path, Path | None]:
+        kept, place = launcher_store(), None  # outlives an elastic restart
         if c.resume:
-            return checkpoint.find_checkpoint(Path(c.resume))
-        kept = world.launcher_store()  # outlives an elastic restart
-        if restarted and kept.check(["run"]):
-            run = Path(kept.get("run").decode())
-            return checkpoint.find_checkpoint(run) if (run / "config.json").exists() else (run, None)
-        run = Path(c.out) if c.out else checkpoint.next_free_run()
-        if run.exists() and any(run.iterdir()):
-            raise ValueError(f"--out {run}: not empty: give a new folder, or --resume {run} to go on with it")
+            run, place = checkpoint.find_checkpoint(Path(c.resume))
+        elif restarted and kept.check(["run"]):  # it had not begun
+            return Path(kept.get("run").decode()), None
+        else:
+            run = Path(c.out) if c.out else checkpoint.next_free_run()
+            if run.exists() and any(run.iterdir()):
+                fix = f"give a new folder, or --resume {run} to go on with it"
+                raise ValueError(f"--out {run}: not empty: {fix}")
         kept.set("run", str(run.absolute()))
-        return run, None
+        return run, place
 
     chosen = world.together(lambda: choose() if world.rank == 0 else None, "run folder")
     return world.gather(chosen)[0]
@@ -1104,7 +1122,7 @@ def end_badly(error: BaseException, world: World, ending: Ending, job: Job | Non
 def main() -> int:
     """Parse and check, then join. Exit 0: finished or stopped; 2: before the first step; 1: after."""
     try:
-        c = parse_flags()
+        c = parse_flags(restarted=restarted_run())
         t = backend(c).TargetConfig.from_folder(c.folder)
         size = int(os.environ.get("WORLD_SIZE", 1))
         nodes = size // int(os.environ.get("LOCAL_WORLD_SIZE", size))

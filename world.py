@@ -39,6 +39,13 @@ def env_int(name: str, default: int) -> int:
     return int(os.environ.get(name, default))
 
 
+def launcher_store() -> dist.Store:
+    """The store that the launcher keeps, by a connection of its own; it outlives an elastic restart."""
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    store = dist.TCPStore(address, port, is_master=False, timeout=datetime.timedelta(seconds=10))
+    return dist.PrefixStore(f"blockdraft/{os.environ.get('TORCHELASTIC_RUN_ID', 'job')}", store)
+
+
 class World:
     """This rank's place in the job. `join` makes the process groups; before it only the environment is
     read.
@@ -128,12 +135,6 @@ class World:
             f"{self.size} ranks but {len(set(gpus) - {''})} GPU(s): give --nproc_per_node their number, "
             "or --layout colocate on one GPU, or --device cpu"
         )
-
-    def launcher_store(self) -> dist.Store:
-        """The store that the launcher keeps, by a connection of its own; it outlives an elastic restart."""
-        address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-        store = dist.TCPStore(address, port, is_master=False, timeout=datetime.timedelta(seconds=10))
-        return dist.PrefixStore(f"blockdraft/{os.environ.get('TORCHELASTIC_RUN_ID', 'job')}", store)
 
     def barrier(self) -> None:
         dist.barrier(group=self.setup)
@@ -228,7 +229,7 @@ class Ending:
 
     def watch(self, world: World) -> None:
         """From now on look for other ranks' failures; a store connection of its own, for the thread."""
-        self._store, self._world = dist.PrefixStore(ATTEMPT, world.launcher_store()), world
+        self._store, self._world = dist.PrefixStore(ATTEMPT, launcher_store()), world
 
     def fail(self, error: BaseException) -> dict:
         """Tell every rank of this rank's error; returns the job's first failure, {rank, why}."""

@@ -44,14 +44,23 @@ class Nodes:
             probe.bind(("127.0.0.1", 0))
             self.port = probe.getsockname()[1]
 
-    def start(self, node: int, ranks: int, flags: list, **env: str) -> None:
+    def start(
+        self, node: int, ranks: int, flags: list, fewest: int = 2, restarts: int = 0, **env: str
+    ) -> None:
         home = self.home / f"node{node}"
         home.mkdir()
         inside = f"nsenter -t {self.holder.pid} --user --mount --net --preserve-credentials ip netns exec"
         command = [*inside.split(), f"node{node}"] if self.apart else []
-        command += [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", f"--nproc_per_node={ranks}"]
+        command += [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            f"--nnodes={fewest}:2",
+            f"--nproc_per_node={ranks}",
+        ]
         command += ["--rdzv-backend=c10d", f"--rdzv-endpoint={self.hosts[0]}:{self.port}", "--rdzv-id=two"]
-        command += ["--rdzv-conf", f"is_host={node == 0}"]  # it knows its host name, not this address
+        patience = "last_call_timeout=2,keep_alive_interval=1"  # of a rendezvous for whoever is missing
+        command += [f"--rdzv-conf=is_host={node == 0},{patience}", f"--max-restarts={restarts}"]
         command += [f"--local-addr={self.hosts[node]}", str(ROOT / "train.py"), *map(str, flags)]
         env |= {"FAULTS_JOB": str(home), "GLOO_SOCKET_IFNAME": "link0" if self.apart else "lo"}
         self.started[node] = subprocess.Popen(
@@ -83,6 +92,13 @@ def nodes(tmp_path):
     made = Nodes(tmp_path)
     yield made
     made.close()
+
+
+def wait_for(nodes: Nodes, word: str) -> None:
+    deadline = time.monotonic() + 90
+    while word not in nodes.said(0):
+        assert time.monotonic() < deadline, nodes.said(0) + nodes.said(1)
+        time.sleep(0.05)
 
 
 def records(run: Path) -> list[dict]:
@@ -128,10 +144,7 @@ def test_the_death_of_a_node_ends_the_other(nodes, launcher, small, dead, tmp_pa
     flags = "--drafters 2 --batches-per-step 2 --save-every 3 --eval-every 5000".split()
     for node in (0, 1):
         nodes.start(node, 2, [*small, *flags, "--steps", 5000, "--out", tmp_path / "run"])
-    deadline = time.monotonic() + 90
-    while "step-000003" not in nodes.said(0):
-        assert time.monotonic() < deadline, nodes.said(0) + nodes.said(1)
-        time.sleep(0.05)
+    wait_for(nodes, "step-000003")
     nodes.kill(dead)
     begun, other = time.monotonic(), 1 - dead
     while nodes.alive(other):
@@ -145,3 +158,25 @@ def test_the_death_of_a_node_ends_the_other(nodes, launcher, small, dead, tmp_pa
     newest = max(int(p.name[5:]) for p in (tmp_path / "run").glob("step-*"))
     launcher.run(2, None, "--resume", tmp_path / "run", "--drafters", 1, "--steps", newest + 1).good()
     assert records(tmp_path / "run")[-1]["step"] == newest + 1  # goes on, on one node
+
+
+def test_a_job_that_lost_a_node_goes_on_with_the_others(nodes, launcher, small, tmp_path):
+    """torchrun --nnodes=1:2 --max-restarts: restarted in a smaller world, it resumes by itself."""
+    flags = [*small, *"--drafters 2 --batches-per-step 2 --save-every 3 --eval-every 5000".split()]
+    for node in (0, 1):
+        nodes.start(node, 2, [*flags, "--steps", 100, "--out", tmp_path / "run"], fewest=1, restarts=1)
+    wait_for(nodes, "step-000003")
+    nodes.kill(1)
+    assert nodes.started[0].wait(100) == 0, nodes.said(0)
+    said = nodes.said(0)
+    assert (
+        "2 drafter(s) + 2 target(s) on 2 node(s)" in said
+        and "1 drafter(s) + 1 target(s) on 1 node(s)" in said
+    )
+    assert said.count("resumed from ") == 1 and said.count("Traceback") <= 1
+    found = records(tmp_path / "run")
+    assert [m["step"] for m in found] == list(range(101))
+    launcher.run(4, tmp_path / "whole", *flags, "--steps", 100).good()
+    first = int(re.search(r"resumed from \S+step-(\d+)", said)[1])
+    whole = records(tmp_path / "whole")[: first + 20]
+    assert max(abs(a["loss"] / b["loss"] - 1) for a, b in zip(found[1:], whole[1:], strict=False)) < 1e-3

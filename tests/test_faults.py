@@ -1,0 +1,141 @@
+"""A dozen of the faults of faults.py, that the rig sees what it looks for, and a stop that comes too late."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from faults import KINDS, PHASES, Rig, compare_checkpoints, compare_metrics, make_plan, marked, wait_for_end
+from launch import ROOT, environment
+
+SHORT = [  # what test_train.py leaves: (kind, role)
+    ("killed launcher", "launcher"), ("SIGINT", "launcher"), ("SIGHUP", "launcher"),
+    ("SIGSTOP for a while", "target"), ("out of memory", "leader"), ("full disk", "leader"),
+    ("read-only folder", "leader"), ("lost connection", "target"), ("slow rank", "leader"),
+    ("corrupt message", "target"), ("clock jump", "target"), ("SIGKILL", "drafter"),
+]  # fmt: skip
+
+
+def short_seeds() -> list[int]:
+    """The first seed of each (kind, role) that is cheap: few ranks, no compile."""
+
+    def cheap(plan: dict, kind: str, role: str) -> bool:
+        split = plan["split"] == ("2+1" if role == "drafter" else "1+1")
+        return (plan["kind"], plan["role"]) == (kind, role) and split and not plan["compile"]
+
+    plans = [make_plan(seed) for seed in range(2000)]
+    return [next(p["seed"] for p in plans if cheap(p, *wanted)) for wanted in SHORT]
+
+
+def test_a_dozen_faults(tmp_path):
+    script, seeds, record = ROOT / "tests" / "faults.py", short_seeds(), tmp_path / "faults.jsonl"
+    done = subprocess.run(
+        [sys.executable, script, "--seeds", ",".join(map(str, seeds)), "--json", record],
+        env=environment(tmp_path), cwd=tmp_path, capture_output=True, text=True, timeout=400,
+    )  # fmt: skip
+    found = [json.loads(line) for line in record.read_text().splitlines()] if record.exists() else []
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert [f["seed"] for f in found] == seeds
+    print(done.stdout)
+
+
+def test_every_kind_meets_every_role_and_phase():
+    plans = [make_plan(seed) for seed in range(200)]
+    met = {(p["kind"], p["role"], p["phase"]) for p in plans}
+    for kind, (_, roles, phases) in KINDS.items():
+        assert {p for k, _, p in met if k == kind} == set(phases), kind
+        assert {r for k, r, _ in met if k == kind} == set(roles), kind
+    assert {p["split"] for p in plans} >= {"1+1", "2+1", "1+2", "2+3", "2 colocate"}
+    assert {p["compile"] for p in plans} == {"", "warm", "cold"} and {p["restarts"] for p in plans} == {0, 1}
+    assert all(p["phase"] in PHASES and p == make_plan(p["seed"]) for p in plans)
+
+
+# ---------------------------------------------------------------------------------------------------------
+# The rig itself
+
+
+def test_an_orphan_is_found_and_ended(tmp_path, monkeypatch):
+    """The job ends, its child does not: reported after the time limit, and killed."""
+    monkeypatch.setattr("faults.END_LIMIT_S", 1.0)
+    (tmp_path / "struck").write_text(str(time.monotonic()))
+    child = "import subprocess, sys; subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)'])"
+    env = os.environ | {"FAULTS_JOB": str(tmp_path)}
+    job = subprocess.Popen([sys.executable, "-c", child], env=env, start_new_session=True)
+    seen, problems = wait_for_end(job, tmp_path, "ends")
+    assert len(problems) == 1 and "1 processes live" in problems[0] and seen["end_s"] >= 1
+    time.sleep(0.2)
+    assert marked(tmp_path) == []
+
+
+def test_a_torn_checkpoint_and_another_loss_are_seen(launcher, small, tmp_path):
+    flags = [*small, *"--steps 2 --batches-per-step 1 --save-every 1".split()]
+    run = launcher.run(2, tmp_path / "run", *flags).good().folder
+    other = Path(shutil.copytree(run, tmp_path / "other"))
+    assert compare_checkpoints(other, run, 2) == [] and compare_metrics(other, run) == []
+    weights = other / "step-000002" / "model.safetensors"
+    whole = weights.read_bytes()
+    weights.write_bytes(whole[:-4] + b"\0\0\0\1")
+    assert "differs" in compare_checkpoints(other, run, 2)[0]
+    weights.write_bytes(whole[:-4])
+    assert "not whole" in compare_checkpoints(other, run, 2)[0]
+    lines = (other / "metrics.jsonl").read_text().splitlines(keepends=True)
+    for changed in (
+        [*lines, lines[-1]],
+        lines[:-1],
+        [*lines[:-1], lines[-1].replace('"loss": ', '"loss": 1')],
+    ):
+        (other / "metrics.jsonl").write_text("".join(changed))
+        assert compare_metrics(other, run)
+
+
+def test_the_disk_that_is_full_is_small(monkeypatch):
+    """The fault fills whatever disk the run folder is on: it must never be the machine's own."""
+    rig = object.__new__(Rig)
+    rig.clock = Path("/nonexistent")
+    seed = next(s for s in range(2000) if make_plan(s)["kind"] == "full disk")
+    monkeypatch.delenv("FAULTS_MOUNTS", raising=False)
+    assert "skipped" in rig.one(seed)["outcome"]
+
+
+# ---------------------------------------------------------------------------------------------------------
+# A stop that comes too late
+
+SLOW = """
+import os, pathlib, time, world
+world.STOP_LIMIT_S = 4.0
+pid = pathlib.Path({pid})
+if RANK == 0:
+    pid.write_text(str(os.getpid()))
+real = train.Job.make_features
+def planted(job, batch, out):
+    if batch.index == 8:  # as torchrun passes a signal on
+        for number in (os.getpid(), int(pid.read_text())):
+            os.kill(number, 15)
+    if batch.index >= 8:
+        time.sleep(0.6)
+    return real(job, batch, out)
+train.Job.make_features = planted
+"""
+
+
+def test_steps_too_slow_for_an_orderly_stop_are_not_lost(launcher, small, tmp_path):
+    """The stop takes effect some steps later; what rank 0 has when it hears of it is written at once."""
+    flags = [
+        *small,
+        *"--drafters 1 --batches-per-step 2 --steps 12 --save-every 100 --eval-every 100".split(),
+    ]
+    whole = launcher.run(2, tmp_path / "whole", *flags).good()
+    ended = launcher.run(2, tmp_path / "run", *flags, plant=SLOW.format(pid=repr(str(tmp_path / "pid"))))
+    assert ended.codes == [1, 1] and ended.seconds < 30, ended.text
+    assert ended.status()["state"] == "failed" and "ended by force: SIGTERM" in ended.status()["why"]
+    (place,) = (tmp_path / "run").glob("step-*")
+    step = int(place.name[5:])
+    assert 1 <= step < 12
+    launcher.run(2, None, "--resume", tmp_path / "run").good()
+    lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    again = {m["step"]: m for m in map(json.loads, lines)}
+    assert all(again[m["step"]]["loss"] == m["loss"] for m in whole.records() if m["step"] > step)
+    assert compare_checkpoints(tmp_path / "run", whole.folder, 12) == []
