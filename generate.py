@@ -5,9 +5,11 @@
     python generate.py --server http://HOST:8000 --model NAME --prompts FILE... --out FILE.jsonl
     python generate.py --target DIR --prompts FILE... --out FILE.jsonl --temperature 0.7 --seed 1
 
-Prompts are what decode.py reads; of a recorded conversation the last answer is written anew, and every other
-field of a line is kept. A line of the output adds `prompt_id`, `tokens` (of the answer) and `finished`: false
-where --max-new-tokens cut the answer, which train.py then takes without an end of turn.
+Prompts are what decode.py reads. Of a recorded conversation the last answer is written anew (--every-turn:
+each in turn, after the new ones before it); every other field of a line is kept. A line of the output adds
+`prompt_id`, `tokens` (of its answers) and `finished`: false where --max-new-tokens cut the last answer, which
+train.py then takes without an end of turn. Prompts without an answer (too long, nothing but spaces, refused
+by the server) are left out and counted.
 
 Stopped in any way, the same command goes on where it was, under any number of ranks: finished answers lie in
 FILE.jsonl.parts/ until all are there, and are then put together in the order of the prompts.
@@ -20,6 +22,7 @@ of a cache, V vocabulary, H hidden.
 """
 
 import argparse
+import bisect
 import collections
 import dataclasses
 import datetime
@@ -72,17 +75,27 @@ REPLY_BYTES = 64 << 20
 
 @dataclasses.dataclass
 class Item:
-    """One line of the prompts. `messages` is None for a plain text to go on from."""
+    """One line of the prompts: messages up to each answer that is asked for; none for a plain text."""
 
     where: str
     record: dict
-    messages: list[dict] | None
+    turns: list[list[dict]]
     text: str
     source: str
     id: str = ""
 
+    def talk(self, answers: list["Answer"]) -> list[dict]:
+        """The conversation up to the last of these answers."""
+        pairs = zip(self.turns, answers, strict=False)
+        said = ([*turn, {"role": "assistant", "content": answer.text}] for turn, answer in pairs)
+        return [message for part in said for message in part]
 
-def read_items(files: list[str], chat: bool) -> list[Item]:
+    def ask(self, answers: list["Answer"]) -> list[dict]:
+        """The conversation up to the question after these answers."""
+        return [*self.talk(answers), *self.turns[len(answers)]]
+
+
+def read_items(files: list[str], chat: bool, every_turn: bool) -> list[Item]:
     """Every prompt of JSONL files; ValueError names the first bad line and counts the others."""
     items, bad = [], []
     for name in files:
@@ -99,11 +112,11 @@ def read_items(files: list[str], chat: bool) -> list[Item]:
             try:
                 record = data.parse_line(line)
                 data.text_of(json.dumps(record, ensure_ascii=False), "the record")
-                messages, text = question(record, chat)
+                turns, text = questions(record, chat, every_turn)
             except data.BadLine as error:
                 bad.append(f"{where}: {error}")
                 continue
-            items.append(Item(where, record, messages, text, str(record.get("source", Path(name).stem))))
+            items.append(Item(where, record, turns, text, str(record.get("source", Path(name).stem))))
     if bad:
         others = f" (and {len(bad) - 1:,} lines more)" if bad[1:] else ""
         raise ValueError(f"{bad[0]}{others}: correct or remove this line: python data.py FILE shows them all")
@@ -112,26 +125,31 @@ def read_items(files: list[str], chat: bool) -> list[Item]:
     return items
 
 
-def question(record: dict, chat: bool) -> tuple[list[dict] | None, str]:
-    """(messages up to the last answer, ""), or (None, text to go on from): where there is no chat template a
-    `prompt` is such a text.
+def questions(record: dict, chat: bool, every_turn: bool) -> tuple[list[list[dict]], str]:
+    """(messages up to each answer, ""), or ([], text to go on from), which a `prompt` is for want of a chat
+    template.
     """
     if "messages" in record or "conversations" in record:
         messages = data.conversation_of(record) if decode.has_answer(record) else record["messages"]
-        return (messages[:-1] if messages[-1]["role"] == "assistant" else messages), ""
+        ends = [i for i, m in enumerate(messages) if m["role"] == "assistant"]
+        ends += [] if messages[-1]["role"] == "assistant" else [len(messages)]
+        if not every_turn:
+            return [messages[: ends[-1]]], ""
+        starts = [0, *(end + 1 for end in ends)]
+        return [messages[a:b] for a, b in zip(starts, ends, strict=False)], ""
     if "prompt" in record and chat:
-        return [{"role": "user", "content": data.text_of(record["prompt"], "prompt")}], ""
+        return [[{"role": "user", "content": data.text_of(record["prompt"], "prompt")}]], ""
     name = "prompt" if "prompt" in record else "text"
     if name not in record:
         raise data.BadLine("no messages, prompt or text")
-    return None, data.text_of(record[name], name)
+    return [], data.text_of(record[name], name)
 
 
 def name_items(items: list[Item], settings: list) -> None:
     """Each item's id: a hash of its prompt, of its number among equal ones, and of what shapes the answer."""
     seen: collections.Counter = collections.Counter()
     for item in items:
-        asked = json.dumps([item.messages, item.text])
+        asked = json.dumps([item.turns, item.text])
         content = json.dumps([settings, asked, seen[asked]]).encode()
         seen[asked] += 1
         item.id = hashlib.blake2b(content, digest_size=8).hexdigest()
@@ -151,17 +169,36 @@ def model_digest(folder: Path, tokenizer: data.Tokenizer) -> str:
     return digest.hexdigest()
 
 
-def answer_line(item: Item, answer: str, tokens: int, finished: bool, ids: tuple = ()) -> dict:
-    """The record of the output; of a plain text also its exact tokens, `ids` (prompt, answer)."""
-    if item.messages is not None and not answer.strip():
+@dataclasses.dataclass
+class Answer:
+    """What was said to one question; `finished` false: it was cut off."""
+
+    text: str
+    tokens: int
+    finished: bool
+    prompt_ids: list[int] = dataclasses.field(default_factory=list)  # of a plain text: its exact tokens
+    ids: list[int] = dataclasses.field(default_factory=list)
+
+
+def goes_on(item: Item, answers: list[Answer]) -> bool:
+    """Is there another question, and did the last answer come to its end?"""
+    return len(answers) < len(item.turns) and answers[-1].finished and bool(answers[-1].text.strip())
+
+
+def answer_line(item: Item, answers: list[Answer]) -> dict:
+    """The record of the output; a conversation ends before an answer that is empty."""
+    if item.turns and not answers[-1].text.strip():
+        answers = answers[:-1]
+    if not answers:
         return left_out(item, "empty answer")
+    last = answers[-1]
     line = {k: v for k, v in item.record.items() if k not in CONSUMED}
-    line |= {"source": item.source, "prompt_id": item.id, "tokens": tokens, "finished": finished}
-    if item.messages is not None:
-        return line | {"messages": [*item.messages, {"role": "assistant", "content": answer}]}
-    prompt, new = ids
-    line |= {"text": item.text + answer, "input_ids": [*prompt, *new]}
-    return line | {"loss_mask": [0] * len(prompt) + [1] * len(new)}
+    line |= {"source": item.source, "prompt_id": item.id}
+    line |= {"tokens": sum(a.tokens for a in answers), "finished": last.finished}
+    if item.turns:
+        return line | {"messages": item.talk(answers)}
+    line |= {"text": item.text + last.text, "input_ids": [*last.prompt_ids, *last.ids]}
+    return line | {"loss_mask": [0] * len(last.prompt_ids) + [1] * len(last.ids)}
 
 
 def left_out(item: Item, why: str) -> dict:
@@ -386,13 +423,24 @@ class Writer(decode.Engine):
         most = min(max(1, PREFILL // width), -(-self.rows // FEW) * FEW)
         return min(most, FEW) if wanted <= FEW else most
 
+    def wait(self, prompt: Prompt, key: int) -> int:
+        """Queue a prompt, the longest being the next; its number."""
+        number = len(self.prompts)
+        self.prompts.append(prompt)
+        self.keys.append(key)
+        bisect.insort(self.waiting, number, key=lambda i: len(self.prompts[i].ids))
+        return number
+
     @torch.no_grad()
     def answers(self, prompts: list[Prompt], keys: list[int]) -> Iterator[tuple[int, list[int]]]:
-        """(number of a prompt, tokens of its answer) as they are finished.
+        """(number of a prompt, tokens of its answer) as they are finished; `wait` adds prompts meanwhile.
 
         On a GPU the host looks at the rows every few steps, when the next ones are already queued.
         """
-        waiting = collections.deque(sorted(range(len(prompts)), key=lambda i: -len(prompts[i].ids)))
+        self.prompts, self.keys, self.waiting = [], [], []
+        for prompt, key in zip(prompts, keys, strict=True):
+            self.wait(prompt, key)
+        prompts, waiting = self.prompts, self.waiting
         held: list[int | None] = [None] * self.rows
         longest = [0] * self.rows  # tokens that the row has at most
         outcomes: collections.deque = collections.deque()
@@ -400,13 +448,13 @@ class Writer(decode.Engine):
         while waiting or any(number is not None for number in held):
             free = [row for row in range(self.rows) if held[row] is None]
             while free and waiting:
-                width = size_at_least(len(prompts[waiting[0]].ids), self.capacity)
+                width = size_at_least(len(prompts[waiting[-1]].ids), self.capacity)
                 count = min(self.slots(width, min(len(free), len(waiting))), len(free), len(waiting))
                 rows, free = free[:count], free[count:]
                 for row in rows:
-                    held[row] = waiting.popleft()
+                    held[row] = waiting.pop()
                     longest[row] = len(prompts[held[row]].ids) + 1
-                self.enter(rows, [(prompts[held[row]], keys[held[row]]) for row in rows])
+                self.enter(rows, [(prompts[held[row]], self.keys[held[row]]) for row in rows])
             need = self.steps + max(longest[row] for row in range(self.rows) if held[row] is not None)
             for _ in range(self.steps):
                 self.launch("step", size_at_least(need, self.capacity))
@@ -452,13 +500,12 @@ def choose_rows(c: argparse.Namespace, target: Target, capacity: int, prompts: i
 
 
 def make_writer(
-    c: argparse.Namespace, prompts: list[Prompt], folder: Path, tokenizer: data.Tokenizer, note: Callable
+    c: argparse.Namespace, capacity: int, prompts: int, folder: Path, stops: list[int], note: Callable
 ) -> Writer:
     target = Target.load(folder, c.device, getattr(torch, c.dtype), progress=sys.stderr.isatty())
-    capacity = max(p.limit for p in prompts) + 1
-    rows = choose_rows(c, target, capacity, len(prompts))
+    rows = choose_rows(c, target, capacity, prompts)
     note(f"target {folder} | {c.device} {c.dtype}, {rows} rows of {capacity - 1} tokens")
-    return Writer(target, decode.stop_tokens(tokenizer), rows, capacity, c.temperature)
+    return Writer(target, stops, rows, capacity, c.temperature)
 
 
 def warm(c: argparse.Namespace, writer: Writer | None, note: Callable) -> None:
@@ -482,18 +529,26 @@ def warm(c: argparse.Namespace, writer: Writer | None, note: Callable) -> None:
     )
 
 
-def encode(items: list[Item], tokenizer: data.Tokenizer, c: argparse.Namespace, most: int) -> list[Prompt]:
-    """The prompts of these items; `limit` is 0 where the target has no room for an answer."""
-    prompts = []
-    for item in tqdm(items, "tokenizing", leave=False, disable=not sys.stderr.isatty() or c.rank > 0):
-        record = {"text": item.text} if item.messages is None else {"messages": item.messages}
+class Encoder:
+    """Items to prompts of a target with `most` positions."""
+
+    def __init__(self, tokenizer: data.Tokenizer, most: int, new: int):
+        self.tokenizer, self.most, self.new = tokenizer, most, new
+
+    def __call__(self, item: Item, answers: list[Answer]) -> Prompt:
+        """The prompt for the next answer; `limit` is 0 where there is no room for one."""
+        record = {"messages": item.ask(answers)} if item.turns else {"text": item.text}
         try:
-            ids = decode.prompt_ids(record, tokenizer, False)[0]
+            ids = decode.prompt_ids(record, self.tokenizer, False)[0]
         except ValueError as error:
             raise ValueError(f"{item.where}: {error}: correct or remove this line") from None
-        limit = min(len(ids) + c.max_new_tokens, most) if len(ids) < most else 0
-        prompts.append(Prompt(ids, limit, item.source, item.where))
-    return prompts
+        limit = min(len(ids) + self.new, self.most) if len(ids) < self.most else 0
+        return Prompt(ids, limit, item.source, item.where)
+
+    def room(self, item: Item, first: Prompt) -> int:
+        """Tokens of the whole conversation, about: of questions not yet asked a letter counts as a token."""
+        later = sum(len(m["content"]) + 32 for turn in item.turns[1:] for m in turn)
+        return min(self.most, first.limit + later + self.new * len(item.turns[1:]))
 
 
 def target_answers(
@@ -501,26 +556,41 @@ def target_answers(
 ) -> Iterator[dict]:
     """Load the target of a folder; yields the line of each item, in the order of their ends."""
     most = model.TargetConfig.from_folder(folder).max_position
-    prompts = encode(items, tokenizer, c, most)
-    long = [item for item, p in zip(items, prompts, strict=True) if not p.limit]
-    lines = [left_out(item, f"longer than {most - 1} tokens") for item in long]
-    items = [item for item, p in zip(items, prompts, strict=True) if p.limit]
-    prompts = [p for p in prompts if p.limit]
-    writer = make_writer(c, prompts, folder, tokenizer, note) if prompts else None
+    encode = Encoder(tokenizer, most, c.max_new_tokens)
+    bar = tqdm(items, "tokenizing", leave=False, disable=not sys.stderr.isatty() or c.rank > 0)
+    asked = [(item, encode(item, [])) for item in bar]
+    lines = [left_out(item, f"longer than {most - 1} tokens") for item, p in asked if not p.limit]
+    asked = [(item, p) for item, p in asked if p.limit]
+    capacity = 1 + max((encode.room(item, p) for item, p in asked), default=0)
+    stops = decode.stop_tokens(tokenizer)
+    writer = make_writer(c, capacity, len(asked), folder, stops, note) if asked else None
     if c.device == "cuda":
         torch.backends.cuda.enable_cudnn_sdp(False)  # its plans are made per shape, on the host
     if c.device == "cuda" and not c.no_compile:
         warm(c, writer, note)
-    stops = decode.stop_tokens(tokenizer)
-    keys = [int.from_bytes(bytes.fromhex(item.id), signed=True) for item in items]
 
     def decoded() -> Iterator[dict]:
-        for number, ids in writer.answers(prompts, keys) if writer else ():
-            item, finished = items[number], ids[-1] in stops
+        talks = dict(enumerate((item, []) for item, _ in asked))
+        keys = [key_of(item) for item, _ in asked]
+        for number, ids in writer.answers([p for _, p in asked], keys) if writer else ():
+            item, answers = talks.pop(number)
+            prompt, finished = writer.prompts[number], ids[-1] in stops
             text = tokenizer.decode(ids[:-1] if finished else ids, skip_special=True)
-            yield answer_line(item, text, len(ids), finished, (prompts[number].ids, ids))
+            answers.append(Answer(text, len(ids), finished, prompt.ids, ids))
+            if goes_on(item, answers):
+                prompt = encode(item, answers)
+                prompt.limit = min(prompt.limit, capacity - 1)
+                if len(prompt.ids) < prompt.limit:
+                    talks[writer.wait(prompt, key_of(item))] = item, answers
+                    continue
+            yield answer_line(item, answers)
 
     return itertools.chain(lines, decoded())
+
+
+def key_of(item: Item) -> int:
+    """The id as a signed number: the key of an item's random numbers."""
+    return int.from_bytes(bytes.fromhex(item.id), signed=True)
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -538,9 +608,17 @@ class Refused(ValueError):
     """The server does not want this prompt; others it may."""
 
 
-def ask(c: argparse.Namespace, item: Item) -> dict:
-    """The line of one item from the server, after as many attempts as it takes; ValueError when it fails."""
-    body = {"model": c.model, "messages": item.messages, "max_tokens": c.max_new_tokens}
+def converse(c: argparse.Namespace, item: Item) -> dict:
+    """The line of one item from the server."""
+    answers = [ask(c, item, [])]
+    while goes_on(item, answers):
+        answers.append(ask(c, item, answers))
+    return answer_line(item, answers)
+
+
+def ask(c: argparse.Namespace, item: Item, answers: list[Answer]) -> Answer:
+    """The server's next answer, after as many attempts as it takes; ValueError when it fails."""
+    body = {"model": c.model, "messages": item.ask(answers), "max_tokens": c.max_new_tokens}
     body |= {"temperature": c.temperature} | ({"seed": int(item.id[:7], 16)} if c.temperature else {})
     headers = {"Content-Type": "application/json"}
     if c.key:
@@ -551,7 +629,7 @@ def ask(c: argparse.Namespace, item: Item) -> dict:
         wait = min(60.0, BACKOFF_S * 2 ** (attempt - 1)) * random.uniform(0.5, 1.0)
         try:
             with opener.open(request, timeout=c.timeout) as reply:
-                return line_of_reply(item, reply.read(REPLY_BYTES))
+                return answer_of(reply.read(REPLY_BYTES))
         except urllib.error.HTTPError as error:
             why = f"HTTP {error.code}: {reason(error)}"
             if error.code in (400, 413, 422):
@@ -578,8 +656,8 @@ def reason(error: urllib.error.HTTPError) -> str:
         return error.reason
 
 
-def line_of_reply(item: Item, reply: bytes) -> dict:
-    """The output's line from what an OpenAI-compatible server answers."""
+def answer_of(reply: bytes) -> Answer:
+    """The answer in what an OpenAI-compatible server answers."""
     try:
         got = json.loads(reply)
         choice = got["choices"][0]
@@ -587,7 +665,7 @@ def line_of_reply(item: Item, reply: bytes) -> dict:
         tokens = int((got.get("usage") or {}).get("completion_tokens", 0))
     except (KeyError, IndexError, TypeError, AttributeError, ValueError, RecursionError) as error:
         raise ValueError(f"not a chat completion ({type(error).__name__})") from None
-    return answer_line(item, data.text_of(text or "", "the answer"), tokens, finished)
+    return Answer(data.text_of(text or "", "the answer"), tokens, finished)
 
 
 def server_answers(c: argparse.Namespace, items: list[Item]) -> Iterator[dict]:
@@ -601,7 +679,7 @@ def server_answers(c: argparse.Namespace, items: list[Item]) -> Iterator[dict]:
             except IndexError:
                 return
             try:
-                results.put((item, ask(c, item)))
+                results.put((item, converse(c, item)))
             except Exception as error:  # for the main thread, which waits for as many results as items
                 results.put((item, error))
 
@@ -644,6 +722,7 @@ def parse_flags(argv: list[str] | None) -> argparse.Namespace:
     add("--target", default="", help="Hugging Face folder (default: the built-in target)")
     add("--prompts", nargs="+", default=[], help="JSONL with messages, conversations, prompt or text")
     add("--out", default="", help="JSONL for train.py --data; one that exists is continued")
+    add("--every-turn", action="store_true", help="each answer of a conversation anew, not only the last")
     add("--max-new-tokens", type=int, default=1024, help="tokens of an answer, at most")
     add("--temperature", type=float, default=0.0, help="0 is greedy")
     add("--seed", type=int, default=0, help="seed of the samples")
@@ -743,8 +822,8 @@ def prepare(c: argparse.Namespace) -> tuple[Path, data.Tokenizer | None, Store]:
         tokenizer = data.load_tokenizer(folder)
         model.TargetConfig.from_folder(folder)
         who = ["target", model_digest(folder, tokenizer)]
-    items = read_items(c.prompts, not tokenizer or tokenizer.template_text is not None)
-    if c.server and (plain := next((i for i in items if i.messages is None), None)):
+    items = read_items(c.prompts, not tokenizer or tokenizer.template_text is not None, c.every_turn)
+    if c.server and (plain := next((i for i in items if not i.turns), None)):
         raise ValueError(f"{plain.where}: a plain text, which --server cannot go on from: give messages")
     name_items(items, [*who, c.max_new_tokens, c.temperature, c.temperature and c.seed])
     store = Store(c.out, items)

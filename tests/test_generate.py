@@ -217,6 +217,43 @@ def test_every_shape_of_prompt_and_what_is_kept(tmp_path, capsys):
     assert corpus.tokens[corpus.offsets[5] :].tolist() == text["input_ids"]
 
 
+@pytest.fixture
+def dialogues(tmp_path) -> tuple[Path, list[dict]]:
+    """(conversations of two turns with strange answers, the same with the built-in target's own)."""
+    recorded = [r for r in lines(EVAL) if len(r["messages"]) > 2][:10]
+    path, strange = tmp_path / "dialogues.jsonl", {"role": "assistant", "content": "Never mind."}
+    for record in recorded:
+        asked = [m if m["role"] == "user" else strange for m in record["messages"]]
+        with path.open("a") as file:
+            file.write(json.dumps(record | {"messages": asked}) + "\n")
+    return path, recorded
+
+
+def test_every_turn_is_answered_after_the_new_answers(dialogues, tmp_path):
+    """In few rows, so that later turns are queued beside first ones."""
+    path, recorded = dialogues
+    for rows in (3, 32):
+        out = tmp_path / f"{rows}.jsonl"
+        run("--prompts", path, "--out", out, "--every-turn", "--batch-size", rows)
+        assert [r["messages"] for r in lines(out)] == [r["messages"] for r in recorded]
+        assert all(r["tokens"] > 20 and r["finished"] for r in lines(out))
+    run("--prompts", path, "--out", tmp_path / "last.jsonl")
+    assert {r["messages"][1]["content"] for r in lines(tmp_path / "last.jsonl")} == {"Never mind."}
+
+
+def test_a_conversation_ends_where_an_answer_is_cut(dialogues, tmp_path):
+    path, recorded = dialogues
+    run("--prompts", path, "--out", tmp_path / "out.jsonl", "--every-turn", "--max-new-tokens", 20)
+    found = lines(tmp_path / "out.jsonl")
+    assert {len(r["messages"]) for r in found} == {2, 4}
+    for r, w in zip(found, recorded, strict=True):
+        *before, last = r["messages"]
+        assert before == w["messages"][: len(before)] and last["role"] == "assistant"
+        assert w["messages"][len(before)]["content"].startswith(last["content"])
+        assert r["finished"] == (last == w["messages"][len(before)])
+        assert r["finished"] <= (len(r["messages"]) == 4)
+
+
 def test_answers_that_are_cut_are_marked_and_not_taught_to_end(some, tmp_path, capsys):
     out = tmp_path / "out.jsonl"
     run("--prompts", some, "--out", out, "--max-new-tokens", 16)
@@ -358,6 +395,10 @@ class Handler(http.server.BaseHTTPRequestHandler):
     def log_message(self, *_):
         pass
 
+    def do_GET(self):
+        self.server.keys.add(self.headers.get("Authorization"))
+        self.send_error(404)
+
     def do_POST(self):
         server = self.server
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
@@ -388,6 +429,8 @@ class Handler(http.server.BaseHTTPRequestHandler):
             reply = {"choices": [choice], "usage": {"completion_tokens": 3}}
         content = b"<html>" if fault == "garbage" else json.dumps(reply).encode()
         self.send_response(fault if isinstance(fault, int) else 200)
+        if fault == 302:
+            self.send_header("Location", server.location)
         if fault == 429:
             self.send_header("Retry-After", "0")
         self.send_header("Content-Length", str(len(content)))
@@ -420,6 +463,26 @@ def test_a_server_that_fails_now_and_then_answers_all(served, tmp_path, capsys, 
     assert "20 answers, 60 tokens" in capsys.readouterr().out
     tokenizer = data.load_tokenizer(TINY)
     assert data.load_corpus(tmp_path / "out.jsonl", tokenizer, 512, tmp_path / "t").report.bad == 0
+
+
+def test_a_server_answers_every_turn(served, tmp_path):
+    prompts, flags = served
+    user = {"role": "user", "content": "more"}
+    prompts.write_text(json.dumps({"messages": [user, {"role": "assistant", "content": "x"}, user]}) + "\n")
+    server = Server()
+    run("--server", server.url, *flags, "--every-turn")
+    reply = {"role": "assistant", "content": "<more>"}
+    (line,) = lines(tmp_path / "out.jsonl")
+    assert line["messages"] == [user, reply, user, reply] and line["tokens"] == 6 and len(server.asked) == 2
+
+
+def test_the_key_does_not_follow_a_redirect(served, tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("WORD_KEY", "s3cret")
+    other = Server()
+    server = Server([302] * 100)
+    server.location = f"{other.url}/v1/chat/completions"
+    run("--server", server.url, *served[1], "--key-env", "WORD_KEY", code=1)
+    assert "HTTP 302" in capsys.readouterr().err and not other.keys
 
 
 def test_a_server_that_goes_away_loses_nothing(served, tmp_path, capsys):
