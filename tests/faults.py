@@ -622,7 +622,102 @@ def check_skip(run: Path, undisturbed: Path, step: int) -> list[str]:
 
 
 # ---------------------------------------------------------------------------------------------------------
+# A long run
+
+
+def soak(rig: Rig, steps: int) -> int:
+    """So many tiny steps, stopped half-way by SIGTERM and resumed: memory, handles, threads, step time."""
+    home = Path(tempfile.mkdtemp(prefix="soak-", dir=rig.folder))
+    run, keep, problems = home / "run", 3, []
+    tiny = [*rig.flags("1+1", steps), *"--token-budget 128 --anchors 8 --max-length 128".split()]
+    tiny += f"--batches-per-step 1 --save-every 50 --keep {keep} --eval-every {steps // 5}".split()
+    for part, flags in enumerate(([*tiny, "--out", run], ["--resume", run])):
+        samples = watch(rig, home, flags, steps // 2 if part == 0 else 0)
+        for rank, seen in sorted(samples.items()):
+            early, late = ([median(part) for part in zip(*s, strict=True)] for s in halves(seen))
+            problems += [f"rank {rank} grew"] if late[1] > early[1] + 8 or late[2:] > early[2:] else []
+            shown = zip(early, late, ("of the steps", "MiB", "handles", "threads"), strict=True)
+            grown = ", ".join(f"{a:.0f} to {b:.0f} {name}" for a, b, name in shown)
+            print(f"part {part + 1}, rank {rank}: {grown}", flush=True)
+        kept = len(list(run.glob("step-*")))
+        problems += [f"{kept} checkpoints"] if kept > keep else []
+    records = metrics(run)
+    if [m["step"] for m in records] != list(range(steps + 1)):
+        problems.append("metrics.jsonl has steps twice or not at all")
+    lines = [line.split()[1] for line in read(run / "train.log").splitlines() if line.startswith("step ")]
+    if len(lines) != len(set(lines)) or len(lines) != steps:
+        problems.append(f"train.log has {len(lines)} steps, {len(set(lines))} different ones")
+    times = [m["step_ms"] for m in records if m["step"]]
+    fifths = [median(times[i * steps // 5 : (i + 1) * steps // 5]) for i in range(5)]
+    print(f"median step of each fifth: {', '.join(f'{ms:.1f}' for ms in fifths)} ms")
+    print("; ".join(problems) or f"{steps} steps: nothing grew")
+    shutil.rmtree(home)
+    return int(bool(problems))
+
+
+def watch(rig: Rig, home: Path, flags: list, stop_at: int) -> dict[str, list[tuple]]:
+    """Run a job, sending it SIGTERM at a step; (step, MiB, handles, threads) of each rank, once a second."""
+    from launch import environment
+
+    samples, asked = {}, False
+    begun = len(read(home / "run" / "metrics.jsonl").splitlines())
+    env = environment(rig.home, FAULTS_JOB=str(home))
+    with open(home / "launcher.txt", "a") as log:
+        command = rig.command(2, ROOT / "train.py", [str(f) for f in flags])
+        job = subprocess.Popen(command, env=env, cwd=ROOT, stdout=log, stderr=log, start_new_session=True)
+    while job.poll() is None:
+        time.sleep(1)
+        lines = read(home / "run" / "metrics.jsonl").splitlines()
+        for pid in marked(home) if len(lines) > begun + 100 else ():
+            try:
+                place = Path("/proc", str(pid))
+                ranks = [v for v in (place / "environ").read_bytes().split(b"\0") if v.startswith(b"RANK=")]
+                status = dict(line.split(":", 1) for line in (place / "status").read_text().splitlines())
+                sizes = int(status["VmRSS"].split()[0]) / 1024, len(list((place / "fd").iterdir()))
+                for rank in ranks:
+                    seen = samples.setdefault(rank.decode()[5:], [])
+                    seen.append((len(lines), *sizes, int(status["Threads"])))
+            except (OSError, KeyError):  # it has just ended
+                continue
+        if stop_at and len(lines) > stop_at and not asked:
+            asked = True
+            job.send_signal(signal.SIGTERM)
+    assert job.returncode == int(asked), read(home / "launcher.txt")[-2000:]
+    return samples
+
+
+def halves(seen: list[tuple]) -> tuple[list[tuple], list[tuple]]:
+    """The samples of the first third, and of the last."""
+    third = max(1, len(seen) // 3)
+    return seen[:third], seen[-third:]
+
+
+def median(values) -> float:
+    return sorted(values)[len(values) // 2]
+
+
+# ---------------------------------------------------------------------------------------------------------
 # Start
+
+
+def table(files: list[Path]) -> str:
+    """Figures of recorded faults: how often in which phase, on whom, what came of it, how long it took."""
+    from tabulate import tabulate
+
+    found = [json.loads(line) for file in files for line in file.read_text().splitlines()]
+    found = [f for f in found if "end_s" in f]
+    rows = []
+    for kind, (what, roles, _) in KINDS.items():
+        mine = [f for f in found if f["kind"] == kind]
+        counts = [sum(f["phase"] == phase for f in mine) for phase in PHASES]
+        whom = ", ".join(f"{r} {n}" for r in roles if (n := sum(f["role"] == r for f in mine)))
+        worst = max((f["end_s"] for f in mine if expected(f) != "goes on"), default=None)
+        bad = sum(bool(f["problems"]) for f in mine)
+        rows.append([kind, what, *counts, whom, worst, bad])
+    rows.append(["all", "", *(sum(r[i] for r in rows) for i in range(2, 7)), f"{len(found)} faults"])
+    rows[-1] += [max(r[8] or 0 for r in rows[:-1]), sum(r[9] for r in rows[:-1])]
+    head = ["fault", "the job", *PHASES, "on", "worst s to the end", "problems"]
+    return tabulate(rows, head, tablefmt="github")
 
 
 def describe(p: dict) -> str:
@@ -670,7 +765,12 @@ def main() -> int:
     parser.add_argument("--seeds", default="0-9", help="such as 0-49 or 3,17")
     parser.add_argument("--reference", type=Path, help="folder of the undisturbed runs (a temporary one)")
     parser.add_argument("--json", type=Path, help="add one line a fault")
+    parser.add_argument("--table", type=Path, nargs="+", metavar="FILE", help="figures of such files")
+    parser.add_argument("--soak", type=int, metavar="STEPS", help="one long run instead of faults")
     args = parser.parse_args()
+    if args.table:
+        print(table(args.table))
+        return 0
     in_namespace()
     seeds = []
     for part in args.seeds.split(","):
@@ -679,7 +779,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="faults-") as temporary:
         rig = Rig(args.reference or Path(temporary))
         try:
-            return run_seeds(rig, seeds, args.json)
+            return soak(rig, args.soak) if args.soak else run_seeds(rig, seeds, args.json)
         finally:
             rig.close()
 
