@@ -515,7 +515,8 @@ def repeat(
 def bench_step(name: str, c: train.Config, t: TargetConfig, count: int) -> dict:
     """One forward and backward of the drafter over a batch, as train.py runs it; then its update alone."""
     with job_of(c, t, "drafter") as job:
-        batches, step, fresh = drafter_work(job)
+        batches = [job.batches.train(b) for b in range(8)]
+        step, fresh = drafter_work(job, batches)
         ms = repeat(job, step, fresh, count)
         d: DrafterConfig = job.drafter_config
         mean = float(
@@ -535,9 +536,10 @@ def bench_step(name: str, c: train.Config, t: TargetConfig, count: int) -> dict:
     return found
 
 
-def drafter_work(job: train.Job) -> tuple[list[data.Batch], Callable[[int], Tensor], Callable[[], None]]:
-    """(batches, one forward and backward of them in turn, new features and no gradients)."""
-    batches = [job.batches.train(b) for b in range(8)]
+def drafter_work(
+    job: train.Job, batches: list[data.Batch]
+) -> tuple[Callable[[int], Tensor], Callable[[], None]]:
+    """(one forward and backward of these batches in turn, new features and no gradients)."""
     features_TKH = torch.empty(job.c.token_budget, job.shapes.width, dtype=job.dtype, device=job.device)
 
     def fresh() -> None:
@@ -547,10 +549,10 @@ def drafter_work(job: train.Job) -> tuple[list[data.Batch], Callable[[int], Tens
             torch._foreach_zero_(grads)
 
     def step(i: int) -> Tensor:
-        return train.accumulate(job, job.drafter, batches[i % 8], features_TKH, sync=True)
+        return train.accumulate(job, job.drafter, batches[i % len(batches)], features_TKH, sync=True)
 
     fresh()
-    return batches, step, fresh
+    return step, fresh
 
 
 def bench_target(name: str, c: train.Config, t: TargetConfig, count: int) -> dict:
