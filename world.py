@@ -25,6 +25,7 @@ T = TypeVar("T")
 # After a signal the process ends by itself after this long: torchrun kills it after 30 s, nobody a plain
 # process.
 STOP_LIMIT_S = 20.0 if "TORCHELASTIC_RUN_ID" in os.environ else 300.0
+JOIN_LIMIT_S = 5.0  # likewise where it waits for a rank that never joins: nothing is to be saved
 FAILURE_LIMIT_S = 8.0  # likewise after another rank's failure
 LOST = re.compile("connection (closed|reset|refused)|broken pipe|socket", re.IGNORECASE)
 ATTEMPT = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
@@ -265,8 +266,9 @@ class Ending:
                 self._failed = now
             if self._failed and now - self._failed > FAILURE_LIMIT_S:
                 self._end(self._failure(), 1)
-            if self._signalled and now - self._signalled > STOP_LIMIT_S:
-                self._end(f"{self.reason}, and the step did not end within {STOP_LIMIT_S:.0f} s", 1)
+            limit = STOP_LIMIT_S if self._world is not None else JOIN_LIMIT_S
+            if self._signalled and now - self._signalled > limit:
+                self._end(f"{self.reason}, and the step did not end within {limit:.0f} s", 1)
 
     def _failure(self) -> str:
         try:

@@ -2,12 +2,14 @@
 
 import json
 import os
+import pty
 import shutil
 import subprocess
 import sys
 import time
 from pathlib import Path
 
+import pytest
 from faults import KINDS, PHASES, Rig, compare_checkpoints, compare_metrics, make_plan, marked, wait_for_end
 from launch import ROOT, environment
 
@@ -98,6 +100,48 @@ def test_the_disk_that_is_full_is_small(monkeypatch):
     seed = next(s for s in range(2000) if make_plan(s)["kind"] == "full disk")
     monkeypatch.delenv("FAULTS_MOUNTS", raising=False)
     assert "skipped" in rig.one(seed)["outcome"]
+
+
+# ---------------------------------------------------------------------------------------------------------
+# A terminal that is lost
+
+IN_A_SHELL = "{how} -m torch.distributed.run --standalone --nproc_per_node=2 {train} {flags} > {log} 2>&1"
+
+
+@pytest.mark.parametrize("how", ["in front", "detached"])
+def test_a_lost_terminal(small, tmp_path, how):
+    """In front, the job stops in order; detached (`setsid ... &`, as the README says) it goes on to its end.
+
+    `nohup` is not enough: torchrun takes SIGHUP back.
+    """
+    flags = [*small, *"--steps 150 --save-every 5 --eval-every 1000 --out".split(), str(tmp_path / "run")]
+    command = IN_A_SHELL.format(
+        how=f"{'setsid ' * (how == 'detached')}{sys.executable}", train=ROOT / "train.py",
+        flags=" ".join(flags), log=tmp_path / "log",
+    )  # fmt: skip
+    pid, terminal = pty.fork()
+    if pid == 0:
+        os.chdir(tmp_path)
+        os.execve("/bin/bash", ["bash", "--norc", "-i"], environment(tmp_path, FAULTS_JOB=str(tmp_path)))
+    os.write(terminal, f"{command}{' &' * (how == 'detached')}\n".encode())
+    deadline = time.monotonic() + 90
+    while not (tmp_path / "run" / "step-000005").exists():
+        assert time.monotonic() < deadline, (tmp_path / "log").read_text()
+        time.sleep(0.02)
+    os.close(terminal)  # the shell gets SIGHUP and passes it on to its jobs
+    os.waitpid(pid, 0)
+    while marked(tmp_path):
+        assert time.monotonic() < deadline + 30
+        time.sleep(0.05)
+    status = json.loads((tmp_path / "run" / "status.json").read_text())
+    assert status["state"] == ("stopped" if how == "in front" else "finished"), (status, how)
+    log = [
+        line.split()[1]
+        for line in (tmp_path / "run" / "train.log").read_text().splitlines()
+        if "gnorm" in line
+    ]
+    assert log == [f"{n:05d}/00150" for n in range(1, status["step"] + 1)]  # complete either way
+    assert (tmp_path / "run" / f"step-{status['step']:06d}" / "state.json").exists()
 
 
 # ---------------------------------------------------------------------------------------------------------
