@@ -3,7 +3,7 @@
     python -m diagnose [--json FILE] [--strict]
 
 Under a minute on a CPU, compiles nothing big. The scripts behind it answer more when asked alone:
-`python -m diagnose.env | compile_cache | comms | mask | batch | memory`, and
+`python -m diagnose.env | compile_cache | comms | mask | batch | memory | throughput`, and
 `python -m diagnose.fx_race`, which takes minutes and is never part of this.
 """
 
@@ -19,7 +19,7 @@ if not __package__:  # python diagnose: same imports as python -m diagnose
 
 from diagnose.report import Report, parse_args
 
-SCRIPTS = ("env", "compile_cache", "comms", "mask", "batch", "memory")
+SCRIPTS = ("env", "compile_cache", "comms", "mask", "batch", "memory", "throughput")
 
 
 def present() -> list[str]:

@@ -855,7 +855,7 @@ def judge_run(report: Report, path: Path) -> None:
     run = read_run(path)
     c = run.config
     report.say(
-        f"{path}: {run.drafters} drafter(s) + {run.targets} target(s){' colocated' if run.colocate else ''} on "
+        f"{path}: {c.layout}, {run.drafters} drafter(s) + {run.targets} target(s) on "
         f"{run.gpu or 'an unknown GPU'}, {c.token_budget} tokens a batch, {c.batches_per_step} batches a step"
     )
     report.run("kernels", judge_kernels, run)
@@ -873,13 +873,12 @@ def judge_run(report: Report, path: Path) -> None:
 
 
 def checks(report: Report, args=None) -> None:
-    """What `python -m diagnose` asks: what of the newest run that is going on or has ended?"""
-
-    newest = max((p.parent for p in Path("runs").glob("*/config.json")), default=None)
-    if newest is None:
-        report.add("throughput", ok("no run here yet to judge; python -m diagnose.throughput predicts one"))
-        return
-    judge_run(report, newest)
+    """What `python -m diagnose` asks: is there a run going on here, and is it slower than it should be?"""
+    going = [p.parent for p in Path("runs").glob("*/status.json") if '"running"' in read_text(p)]
+    if going:
+        judge_run(report, max(going))
+    else:
+        report.add("runs", ok("none is going on in runs/; python -m diagnose.throughput predicts one"))
 
 
 def parse(argv: list[str] | None) -> tuple[argparse.Namespace, list[str]]:
