@@ -332,6 +332,20 @@ def test_metrics_go_on_after_the_resumed_step(tmp_path):
     assert checkpoint.read_metrics(tmp_path) == []
 
 
+def test_curves_of_a_long_run_take_no_more_memory(tmp_path):
+    """Evenly spread steps and every evaluation, however long the run is."""
+    run = checkpoint.RunFolder(tmp_path)
+    run.open_metrics(0)
+    for step in range(5001):
+        run.write_metrics({"step": step, "loss": 1.0} | ({} if step % 777 else {"eval_loss": 2.0}))
+    some, evaluated = checkpoint.read_metrics(tmp_path, 100), set(range(0, 5001, 777))
+    assert {m["step"] for m in some if "eval_loss" in m} == evaluated
+    spread = [m["step"] for m in some if m["step"] not in evaluated]
+    assert 100 - len(evaluated) <= len(spread) < 200 and spread[-1] > 4900
+    assert max(b - a for a, b in zip(spread, spread[1:], strict=False)) <= 100
+    assert len(checkpoint.read_metrics(tmp_path)) == 5001
+
+
 def test_find_checkpoint_takes_the_newest_or_the_named(tmp_path):
     with pytest.raises(ValueError, match="neither a run folder nor a checkpoint"):
         checkpoint.find_checkpoint(tmp_path)
