@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import itertools
 import json
 import os
 import shutil
@@ -342,7 +343,7 @@ def test_curves_of_a_long_run_take_no_more_memory(tmp_path):
     assert {m["step"] for m in some if "eval_loss" in m} == evaluated
     spread = [m["step"] for m in some if m["step"] not in evaluated]
     assert 100 - len(evaluated) <= len(spread) < 200 and spread[-1] > 4900
-    assert max(b - a for a, b in zip(spread, spread[1:], strict=False)) <= 100
+    assert max(b - a for a, b in itertools.pairwise(spread)) <= 100
     assert len(checkpoint.read_metrics(tmp_path)) == 5001
 
 
