@@ -103,6 +103,23 @@ def test_the_disk_that_is_full_is_small(monkeypatch):
 
 
 # ---------------------------------------------------------------------------------------------------------
+# A restarted job
+
+
+def test_a_restarted_job_goes_on_from_its_newest_checkpoint(launcher, small, tmp_path):
+    """Not from the one it was once told to resume from; with what it was told beside that, split anew."""
+    run, flags = tmp_path / "run", "--drafters 2 --batches-per-step 2 --save-every 2 --eval-every 9".split()
+    launcher.run(3, run, *small, *flags, "--steps", 6).good()
+    again = ["--resume", run / "step-000002", "--drafters", 2, "--steps", 8]
+    kept = f"train.launcher_store().set('run', {str(run)!r})"  # by the first attempt, for the second
+    done = launcher.run(2, None, *again, plant=kept, TORCHELASTIC_RESTART_COUNT="1").good()
+    assert f"resumed from {run}/step-000006: 6 of 8 steps done" in done.out[0], done.text
+    assert "1 drafter(s) + 1 target(s)" in done.out[0]
+    steps = [json.loads(line)["step"] for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert steps == list(range(9)) and not list(run.glob("aside-*"))
+
+
+# ---------------------------------------------------------------------------------------------------------
 # A terminal that is lost
 
 IN_A_SHELL = "{how} -m torch.distributed.run --standalone --nproc_per_node=2 {train} {flags} > {log} 2>&1"
