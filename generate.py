@@ -1,24 +1,26 @@
 """The target's own answers to prompts, as training data: JSONL in, JSONL out that train.py reads.
 
-    python generate.py --target DIR --prompts FILE... --out FILE.jsonl                            # greedy
-    torchrun --nproc_per_node=8 generate.py --target DIR --prompts FILE... --out FILE.jsonl       # 8 GPUs
-    python generate.py --server http://HOST:8000 --model NAME --prompts FILE... --out FILE.jsonl
+    python generate.py --target DIR --prompts FILE... --out FILE.jsonl                     # greedy
     python generate.py --target DIR --prompts FILE... --out FILE.jsonl --temperature 0.7 --seed 1
+    torchrun --nproc_per_node=8 generate.py --target DIR --prompts FILE... --out FILE.jsonl
+    python generate.py --server http://HOST:8000 --model NAME --prompts FILE... --out FILE.jsonl
 
-Prompts are what decode.py reads. Of a recorded conversation the last answer is written anew (--every-turn:
-each in turn, after the new ones before it); every other field of a line is kept. A line of the output adds
-`prompt_id`, `tokens` (of its answers) and `finished`: false where --max-new-tokens cut the last answer, which
-train.py then takes without an end of turn. Prompts without an answer (too long, nothing but spaces, refused
-by the server) are left out and counted.
+Prompts are what decode.py reads. Of a recorded conversation the last answer is written anew
+(--every-turn: each in turn, after the new ones before it); every other field of a line is kept. A
+line of the output adds `prompt_id`, `tokens` (of its answers) and `finished`: false where
+--max-new-tokens cut the last answer, which train.py then takes without an end of turn. Prompts
+without an answer (too long, nothing but spaces, refused by the server) are left out and counted.
 
-Stopped in any way, the same command goes on where it was, under any number of ranks: finished answers lie in
-FILE.jsonl.parts/ until all are there, and are then put together in the order of the prompts.
+Stopped in any way, the same command goes on where it was, under any number of ranks: finished
+answers lie in FILE.jsonl.parts/ until all are there, and are then put together in the order of the
+prompts. (Several nodes: on a folder that all of them see.)
 
-A fixed number of rows is decoded at a time; a row that ends takes the next prompt. Greedy answers, and
-samples for a given --seed, do not depend on what else is decoded beside them.
+A fixed number of rows is decoded at a time; a row that ends takes the next prompt. Greedy answers,
+and samples for a given --seed, do not depend on what else is decoded beside them (in bf16: but for
+rounding). The last line tells tokens/s, loading and compiling left out.
 
-Shape letters: P rows, R prompts prefilled together, W their padded length, Q new tokens of a row, C capacity
-of a cache, V vocabulary, H hidden.
+Shape letters: P rows, R prompts prefilled together, W their padded length, Q new tokens of a row, C
+capacity of a cache, V vocabulary, H hidden.
 """
 
 import argparse
@@ -61,7 +63,8 @@ from world import ATTEMPT, env_int
 CONSUMED = ("messages", "conversations", "system", "prompt", "response", "text", "input_ids", "loss_mask")
 PREFILL = 8192  # padded tokens of one prefill
 CHUNK = 1024  # of which so many of a row at a time: the mask is [W, W] otherwise
-FEW = 8  # rows of a small prefill
+FEW = 8  # rows of the smallest prefill on a GPU; larger ones are powers of two: one graph for each
+FREE = 1 / 16  # of the rows wait for each other, so that few are not prefilled for themselves
 STEPS = 8  # steps of all rows between two looks at them, on a GPU
 ROWS, CPU_ROWS = 256, 32  # where memory allows
 ATTEMPTS, BACKOFF_S = 8, 1.0  # of a request, and the wait between the first two: 1, 2, 4, ... s, at most 60
@@ -113,8 +116,8 @@ def read_items(files: list[str], chat: bool, every_turn: bool) -> list[Item]:
                 record = data.parse_line(line)
                 data.text_of(json.dumps(record, ensure_ascii=False), "the record")
                 turns, text = questions(record, chat, every_turn)
-            except data.BadLine as error:
-                bad.append(f"{where}: {error}")
+            except (data.BadLine, RecursionError) as error:
+                bad.append(f"{where}: {'nested too deeply' if isinstance(error, RecursionError) else error}")
                 continue
             items.append(Item(where, record, turns, text, str(record.get("source", Path(name).stem))))
     if bad:
@@ -310,7 +313,8 @@ class Writer(decode.Engine):
     def __init__(self, target: Target, stops: list[int], rows: int, capacity: int, temperature: float = 0.0):
         super().__init__(target, None, stops, rows, capacity)
         self.temperature = temperature
-        self.steps = STEPS if self.device.type == "cuda" else 1
+        on_gpu = self.device.type == "cuda"
+        self.steps, self.few = (STEPS, min(FEW, rows)) if on_gpu else (1, 1)
         self.key_P = self.integers(rows)
         self.run_layer: Callable = TargetLayer.extend  # of a step; `compile` puts compiled code here
         c = target.c
@@ -318,7 +322,7 @@ class Writer(decode.Engine):
         self.scratch = model.new_cache(*shape, self.device, target.dtype)
         self.inbox: dict[tuple[int, int], Tensor] = {}
         self.ready: set[tuple] = set()
-        self.pool = torch.cuda.graph_pool_handle() if self.device.type == "cuda" else None
+        self.pool = torch.cuda.graph_pool_handle() if on_gpu else None
 
     # Passes: each reads and writes static buffers only
 
@@ -420,8 +424,7 @@ class Writer(decode.Engine):
 
     def slots(self, width: int, wanted: int) -> int:
         """How many prompts of this width one prefill takes."""
-        most = min(max(1, PREFILL // width), -(-self.rows // FEW) * FEW)
-        return min(most, FEW) if wanted <= FEW else most
+        return min(max(1, PREFILL // width), max(self.few, 1 << (wanted - 1).bit_length()))
 
     def wait(self, prompt: Prompt, key: int) -> int:
         """Queue a prompt, the longest being the next; its number."""
@@ -437,16 +440,15 @@ class Writer(decode.Engine):
 
         On a GPU the host looks at the rows every few steps, when the next ones are already queued.
         """
-        self.prompts, self.keys, self.waiting = [], [], []
-        for prompt, key in zip(prompts, keys, strict=True):
-            self.wait(prompt, key)
-        prompts, waiting = self.prompts, self.waiting
+        self.prompts, self.keys = prompts, keys = list(prompts), list(keys)
+        self.waiting = waiting = sorted(range(len(prompts)), key=lambda i: len(prompts[i].ids))
         held: list[int | None] = [None] * self.rows
         longest = [0] * self.rows  # tokens that the row has at most
         outcomes: collections.deque = collections.deque()
         self.clear()
         while waiting or any(number is not None for number in held):
             free = [row for row in range(self.rows) if held[row] is None]
+            free = free if len(free) >= FREE * self.rows else []
             while free and waiting:
                 width = size_at_least(len(prompts[waiting[-1]].ids), self.capacity)
                 count = min(self.slots(width, min(len(free), len(waiting))), len(free), len(waiting))
@@ -454,7 +456,7 @@ class Writer(decode.Engine):
                 for row in rows:
                     held[row] = waiting.pop()
                     longest[row] = len(prompts[held[row]].ids) + 1
-                self.enter(rows, [(prompts[held[row]], self.keys[held[row]]) for row in rows])
+                self.enter(rows, [(prompts[held[row]], keys[held[row]]) for row in rows])
             need = self.steps + max(longest[row] for row in range(self.rows) if held[row] is not None)
             for _ in range(self.steps):
                 self.launch("step", size_at_least(need, self.capacity))
@@ -525,7 +527,6 @@ def warm(c: argparse.Namespace, writer: Writer | None, note: Callable) -> None:
         key=key,
         label="generate",
         source=compile_utils.source_hash(model, Path(__file__)),
-        log=note,
     )
 
 

@@ -40,7 +40,7 @@ def make_prompts(target: Target, new: int = 20) -> list[Prompt]:
 
 def write(target, prompts, rows, temperature=0.0, steps=1, lag=0, keys=None, stops=(STOP,)):
     writer = Writer(target, list(stops), rows, max(p.limit for p in prompts) + 1, temperature)
-    writer.steps, writer.lag = steps, lag
+    writer.steps, writer.lag, writer.few = steps, lag, min(2, rows)  # as on a GPU
     keys = keys or [1000 + i for i in range(len(prompts))]
     found = dict(writer.answers(prompts, keys))
     assert sorted(found) == list(range(len(prompts)))
@@ -49,7 +49,7 @@ def write(target, prompts, rows, temperature=0.0, steps=1, lag=0, keys=None, sto
 
 @pytest.fixture
 def small_prefills(monkeypatch):
-    for name, size in (("PREFILL", 200), ("CHUNK", 32), ("FEW", 2)):
+    for name, size in (("PREFILL", 300), ("CHUNK", 32), ("FEW", 2)):
         monkeypatch.setattr(generate, name, size)
 
 
@@ -136,6 +136,28 @@ def test_compiled_steps_give_the_same_answers(tmp_path, monkeypatch):
     found = dict(writer.answers(prompts, [0] * len(prompts)))
     assert [found[i] for i in range(len(prompts))] == [greedy(target, p) for p in prompts]
     assert compile_utils.counters().frames == compiled == 2  # rows grow, nothing is compiled again
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("compiled", [False, True])
+def test_cuda_graphs_write_the_same(compiled, small_prefills):
+    target = make_target()
+    prompts = make_prompts(target)
+    wanted = [greedy(target, p) for p in prompts]
+    target = target.cuda()
+    for temperature in (0.0, 1.0):
+        found = []
+        for rows in (2, 5):
+            writer = Writer(target, [STOP], rows, max(p.limit for p in prompts) + 1, temperature)
+            if compiled:
+                writer.compile()
+                writer.warm_up()
+            keys = [1000 + i % len(prompts) for i in range(4 * len(prompts))]
+            answers = dict(writer.answers(prompts * 4, keys))
+            assert {key[0] for key in writer.graphs} == {"step", "admit"}
+            found += [[answers[i] for i in range(n, n + len(prompts))] for n in range(0, len(keys), 7)]
+        assert all(answers == (wanted if not temperature else found[0]) for answers in found)
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -561,6 +583,7 @@ BAD_LINES = {
     "unknown role": b'{"messages": [{"role": "x", "content": ""}]}',
     "the conversation is empty": b'{"messages": []}',
     "prompt is int": b'{"prompt": 3}',
+    "nested too deeply": b'{"prompt": "a", "x": ' + b"[" * 10**5 + b"]" * 10**5 + b"}",
     "half a surrogate pair": b'{"prompt": "a", "id": "\\ud800"}',
 }
 
