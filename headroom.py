@@ -59,7 +59,7 @@ def estimate(c, t: TargetConfig, role: str, ranks: int, size: int = 2) -> Estima
 def estimates(c, t: TargetConfig, role: str, ranks: int, size: int = 2) -> list[Estimate]:
     """One for each moment that can be the largest."""
     d = DrafterConfig.of(t, c.draft_layers, c.block_size, c.taps, 0)
-    held = standing(c, t, d, role, ranks, size)
+    held = standing(c, t, d, role, size)
     return [
         Estimate(role, moment, finish(held | parts, ranks, size))
         for moment, parts in moments(c, t, d, role, size).items()
@@ -70,19 +70,17 @@ def peaks(c, t: TargetConfig, role: str, ranks: int, size: int = 2) -> dict[str,
     return {e.moment: e.peak for e in estimates(c, t, role, ranks, size)}
 
 
-def standing(c, t: TargetConfig, d: DrafterConfig, role: str, ranks: int, size: int) -> dict[str, int]:
+def standing(c, t: TargetConfig, d: DrafterConfig, role: str, size: int) -> dict[str, int]:
     """What a rank holds all the time."""
     parts, feature_buffer = dict.fromkeys(PARTS, 0), c.token_budget * len(d.ids) * d.hidden * size
     if role != "target":
         parts["weights"] = parts["gradients"] = 4 * d.parameters()  # fp32
         parts["moments"] = 8 * d.parameters()
-        parts["embedding and head"] = d.vocab * d.hidden * size * (1 if t.tied else 2)
+        tables = 2 * size if c.fp8 or not t.tied else size  # an 8-bit head has both layouts
+        parts["embedding and head"] = d.vocab * d.hidden * tables
     if role != "drafter":
         parts["target weights"] = t.parameters(max(d.ids) + 1) * size
     parts["features"] = feature_buffer * (1 if role == "colocate" else c.depth)
-    if role != "target" and (c.drafters or ranks) > 1:
-        # Throw-away passes before the first step need one more buffer; only a resumed run has moments then.
-        parts["features"] += feature_buffer if c.resume else max(0, feature_buffer - parts["moments"])
     return parts
 
 
@@ -96,7 +94,7 @@ def moments(c, t: TargetConfig, d: DrafterConfig, role: str, size: int) -> dict[
         context = d.context_bytes(tokens, size)
         slots = c.anchor_chunk * c.block_size
         context += d.context_gradient_bytes(tokens + slots, size) if chunks > 1 else 0
-        for moment, (layers, loss) in d.chunk_moments(c.anchor_chunk, tokens, size).items():
+        for moment, (layers, loss) in d.chunk_moments(c.anchor_chunk, tokens, size, c.fp8).items():
             found[moment] = {"context": context, "activations": layers, "loss": loss}
         for moment, all_of_it in d.context_moments(tokens, slots, chunks, size).items():
             found[moment] = {"context": all_of_it}

@@ -22,6 +22,7 @@ from torch.nn.attention.flex_attention import BlockMask, flex_attention
 from torch.nn.attention.varlen import varlen_attn
 from tqdm import tqdm
 
+import fp8
 from data import read_json, short
 
 FAMILIES = {
@@ -55,10 +56,12 @@ class RMSNorm(nn.Module):
         return (wide * self.weight.float()).to(x.dtype)
 
 
-def linear(x: Tensor, layer: nn.Linear) -> Tensor:
-    """`layer(x)` in the dtype of x: the drafter keeps fp32 master weights and computes in bf16."""
-    bias = None if layer.bias is None else layer.bias.to(x.dtype)
-    return F.linear(x, layer.weight.to(x.dtype), bias)
+def linear(x: Tensor, *layers: nn.Linear) -> Tensor:
+    """One product with the weights of `layers`, their outputs side by side, in the dtype of x: the drafter
+    keeps fp32 master weights and computes in bf16.
+    """
+    weights = [layer.weight.to(x.dtype) for layer in layers]
+    return F.linear(x, weights[0] if len(weights) == 1 else torch.cat(weights))
 
 
 def rope_frequencies(head_dim: int, theta: float, scaling: dict | None) -> Tensor:
@@ -473,6 +476,7 @@ class Target(nn.Module):
         self.lm_head = nn.Linear(c.hidden, c.vocab, bias=False) if head and not c.tied else None
         # A plain attribute, not a buffer: `.to(bfloat16)` must never reach it.
         self.freq = rope_frequencies(c.head_dim, c.rope_theta, c.rope_scaling)
+        self.run_layer: Callable = TargetLayer.forward  # train.py puts a compiled handle here
 
     @staticmethod
     def load(
@@ -509,10 +513,11 @@ class Target(nn.Module):
         self, tokens_T: Tensor, positions_T: Tensor, cu_seqlens: Tensor, longest: int
     ) -> Iterator[Tensor]:
         """The output [T, H] of each built layer in turn, for packed documents."""
-        cos, sin = rope_angles(positions_T, self.freq.to(tokens_T.device))
+        self.freq = self.freq.to(tokens_T.device)  # once: a copy from the host would wait for the device
+        cos, sin = rope_angles(positions_T, self.freq)
         x = self.embed(tokens_T)
         for layer in self.layers:
-            x = layer(x, cos, sin, cu_seqlens, longest)
+            x = self.run_layer(layer, x, cos, sin, cu_seqlens, longest)
             yield x
 
     def features(
@@ -903,11 +908,11 @@ class DrafterConfig:
         return 2.0 * (3 * (of_slots + of_context) + 2 * head + 3.5 * attention)
 
     def context_bytes(self, tokens: int, size: int = 2) -> int:
-        """What autograd keeps of the context, from the features to each layer's keys and values."""
+        """What is kept of the context, from the output of fc to each layer's keys and values."""
         kv = self.kv_heads * self.head_dim
         copies = 2 * kv * self.hidden * size if size < 4 else 0  # of k_proj and v_proj, in the compute dtype
-        of_layer = tokens * kv * (8 + 2 * size) + copies  # k_norm keeps two fp32 tensors
-        return tokens * (self.hidden * (8 + size) + 8 * self.head_dim) + self.layers * of_layer
+        of_layer = tokens * kv * 3 * size + copies
+        return tokens * (self.hidden * size + 8 * self.head_dim) + self.layers * of_layer
 
     def context_gradient_bytes(self, tokens: int, size: int = 2) -> int:
         """One gradient for each layer's keys and values. An earlier chunk's is the context's part of a tensor
@@ -915,32 +920,36 @@ class DrafterConfig:
         """
         return self.layers * tokens * 2 * self.kv_heads * self.head_dim * size
 
-    def layer_bytes(self, slots: int, tokens: int, size: int = 2) -> int:
-        """What one compiled layer keeps for its backward: inputs of products and of attention, what RMSNorm
-        and SwiGLU start from, and the weights in the compute dtype.
+    def layer_bytes(self, slots: int, tokens: int, size: int = 2, in_fp8: bool = False) -> int:
+        """What one compiled layer keeps for its backward: its input, the results of its products and of
+        attention, and the weights in the compute dtype; in fp8 the inputs of products too. All else is
+        computed again.
         """
         q, kv = self.heads * self.head_dim, self.kv_heads * self.head_dim
-        of_slot = size * (4 * self.hidden + 3 * q + kv + 3 * self.intermediate)
+        of_slot = size * (2 * self.hidden + 3 * q + 2 * kv + 2 * self.intermediate)
         of_slot += 4 * (2 + 2 * self.heads + self.kv_heads)  # 1/rms of four norms and attention's logsumexp
-        copies = self.layer_parameters() * size if size < 4 else 0
+        of_slot += (2 * self.hidden + q + self.intermediate) * in_fp8
+        copies = self.layer_parameters() * (1 if in_fp8 else size) if size < 4 else 0
         return slots * of_slot + 2 * size * (tokens + slots) * kv + copies
 
-    def chunk_moments(self, anchors: int, tokens: int, size: int = 2) -> dict[str, tuple[int, int]]:
+    def chunk_moments(
+        self, anchors: int, tokens: int, size: int = 2, in_fp8: bool = False
+    ) -> dict[str, tuple[int, int]]:
         """Bytes (of the layers, of the loss) of one chunk of anchors at the moments that can be its peak, its
         context not counted.
         """
         slots, drafted = anchors * self.block_size, anchors * (self.block_size - 1)
         h, i, kv = self.hidden, self.intermediate, self.kv_heads * self.head_dim
-        kept = self.layers * self.layer_bytes(slots, tokens, size) + slots * (size * h + 8 * self.head_dim)
+        of_a_layer = self.layer_bytes(slots, tokens, size, in_fp8)
+        kept = self.layers * of_a_layer + slots * (size * h + 8 * self.head_dim)
         kept += 40 * slots  # ids, positions, labels, weights
-        rows, held = ChunkedCrossEntropy.rows(drafted, self.vocab)
-        logits = size * rows * self.vocab * held
+        logits = (size + (1 if in_fp8 else size)) * ChunkedCrossEntropy.rows(drafted, self.vocab) * self.vocab
         of_layer = 2 * size * i * slots + (4 + size) * h * i
         after = 4 * self.layer_parameters() + 2 * size * (2 * tokens + slots) * kv
-        after -= self.layer_bytes(slots, tokens, size)  # a layer's gradients leave together
+        after -= of_a_layer  # a layer's gradients leave together
         return {
-            "loss": (kept + 8 * slots * h, 2 * size * drafted * h + logits),
-            "backward of the last norm": (kept + slots * h * (20 + 2 * size), 0),
+            "loss": (kept, 2 * size * drafted * h + logits),
+            "backward of the last norm": (kept + slots * h * 4 * size, 0),
             "backward of a layer": (kept + size * slots * h + max(of_layer, after), 0),
         }
 
@@ -949,12 +958,9 @@ class DrafterConfig:
         h, kv = self.hidden, self.kv_heads * self.head_dim
         left = self.context_gradient_bytes(tokens + slots, size) if chunks > 1 else 0
         new = self.context_gradient_bytes(tokens + (slots if chunks == 1 else 0), size)
-        of_keys = tokens * (12 * kv + 2 * size * h)
-        named = self.layers * tokens * 2 * kv * size  # keys and values, until the step ends
-        return {
-            "backward of keys": self.context_bytes(tokens, size) + left + new + of_keys,
-            "backward of the context": left + named + tokens * h * (20 + 2 * size),
-        }
+        of_all = 3 * tokens * h * size + self.layers * tokens * 2 * kv * size
+        of_all += (4 + size) * len(self.ids) * h * h
+        return {"backward of the context": self.context_bytes(tokens, size) + left + new + of_all}
 
     @staticmethod
     def of(t: TargetConfig, layers: int, block_size: int, taps: int, mask_token: int) -> "DrafterConfig":
@@ -965,6 +971,8 @@ class DrafterConfig:
 
 class DrafterLayer(nn.Module):
     """Qwen3-style pre-norm layer whose keys and values are [context ; block], queries the block only."""
+
+    product: Callable = staticmethod(linear)  # or fp8.linear
 
     def __init__(self, c: DrafterConfig):
         super().__init__()
@@ -985,22 +993,26 @@ class DrafterLayer(nn.Module):
 
     def keys_values(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
         """x [tokens, H] to rotated keys and values [tokens, G, D]; one projection for context and block."""
-        k = self.k_norm(self.split_heads(linear(x, self.k_proj)))
-        return rotate(k, cos, sin), self.split_heads(linear(x, self.v_proj))
+        return self.split_keys_values(self.product(x, self.k_proj, self.v_proj), cos, sin)
+
+    def split_keys_values(self, pair: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        k, v = map(self.split_heads, pair.chunk(2, -1))
+        return rotate(self.k_norm(k), cos, sin), v
 
     def forward(
         self, x_SH: Tensor, ctx_k: Tensor, ctx_v: Tensor, cos: Tensor, sin: Tensor, mask: BlockMask | Tensor
     ) -> Tensor:
         """Block states [S, H], context keys and values [T, G, D], angles [S, D] to block states [S, H]."""
         h = self.input_layernorm(x_SH)
-        q = rotate(self.q_norm(self.split_heads(linear(h, self.q_proj))), cos, sin)
+        q = rotate(self.q_norm(self.split_heads(self.product(h, self.q_proj))), cos, sin)
         k, v = self.keys_values(h, cos, sin)
-        x_SH = x_SH + linear(attend(q, torch.cat([ctx_k, k]), torch.cat([ctx_v, v]), mask), self.o_proj)
+        x_SH = x_SH + self.product(attend(q, torch.cat([ctx_k, k]), torch.cat([ctx_v, v]), mask), self.o_proj)
         return self.mlp(x_SH)
 
     def mlp(self, x_SH: Tensor) -> Tensor:
         h = self.post_attention_layernorm(x_SH)
-        return x_SH + linear(F.silu(linear(h, self.gate_proj)) * linear(h, self.up_proj), self.down_proj)
+        act = F.silu(self.product(h, self.gate_proj)) * self.product(h, self.up_proj)
+        return x_SH + self.product(act, self.down_proj)
 
     def extend(
         self, x: Tensor, cos: Tensor, sin: Tensor, keys: Tensor, values: Tensor, at_PB: Tensor, bias: Tensor
@@ -1010,9 +1022,9 @@ class DrafterLayer(nn.Module):
         The block's own keys and values go into the cache behind the context, which will overwrite them.
         """
         h = self.input_layernorm(x)
-        q = rotate(self.q_norm(self.split_heads(linear(h, self.q_proj))), cos, sin)
+        q = rotate(self.q_norm(self.split_heads(self.product(h, self.q_proj))), cos, sin)
         out = attend_cached(q, *self.keys_values(h, cos, sin), keys, values, at_PB, bias)
-        return self.mlp(x + linear(out, self.o_proj))
+        return self.mlp(x + self.product(out, self.o_proj))
 
 
 ContextKV = list[tuple[Tensor, Tensor]]
@@ -1023,11 +1035,14 @@ class Drafter(nn.Module):
     head.
 
     `embedding` and `head` [V, H] are the target's, as plain attributes: neither saved nor trained.
-    `run_layer` and `run_loss` are what a step calls: train.py puts compiled handles there; saving and
-    decoding go through the module itself.
+    `run_context`, `run_layer`, `run_norm` and `run_loss` are what a step calls: train.py puts compiled
+    handles there; saving and decoding go through the module itself. `in_fp8`: products of the layers and of
+    the loss in 8-bit floats (fp8.py).
     """
 
-    def __init__(self, c: DrafterConfig, embedding: Tensor, head: Tensor, seed: int = 0):
+    def __init__(
+        self, c: DrafterConfig, embedding: Tensor, head: Tensor, seed: int = 0, in_fp8: bool = False
+    ):
         super().__init__()
         self.c = c
         self.fc = nn.Linear(len(c.ids) * c.hidden, c.hidden, bias=False)
@@ -1036,9 +1051,16 @@ class Drafter(nn.Module):
         self.norm = RMSNorm(c.hidden, c.eps)
         self.embedding, self.head = embedding.detach(), head.detach()
         self.freq = rope_frequencies(c.head_dim, c.rope_theta, c.rope_scaling)
+        self.run_context: Callable = Drafter.project_context
         self.run_layer: Callable = DrafterLayer.forward
+        self.run_norm: Callable = RMSNorm.forward
         self.run_loss: Callable = cross_entropy_rows
         self._reset(seed)
+        self.fp8_head = fp8.Head(self.head) if in_fp8 else None
+        if in_fp8:
+            self.head = None  # bf16, and not needed any more
+            for layer in self.layers:
+                layer.product = fp8.linear
 
     @torch.no_grad()
     def _reset(self, seed: int) -> None:
@@ -1064,27 +1086,37 @@ class Drafter(nn.Module):
 
     def context_keys_values(self, features_TKH: Tensor, positions_T: Tensor) -> ContextKV:
         """Each layer's context keys and values [T, G, D]; no layer norm on the context."""
-        ctx = self.context(features_TKH)
-        cos, sin = rope_angles(positions_T, self.freq.to(ctx.device))
-        return [layer.keys_values(ctx, cos, sin) for layer in self.layers]
+        run = self.run_context if torch.is_grad_enabled() else Drafter.project_context
+        return run(self, features_TKH, *self.angles(positions_T))
+
+    def angles(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        self.freq = self.freq.to(positions.device)  # once: a copy from the host would wait for the device
+        return rope_angles(positions, self.freq)
+
+    def project_context(self, features_TKH: Tensor, cos: Tensor, sin: Tensor) -> ContextKV:
+        projections = [p for layer in self.layers for p in (layer.k_proj, layer.v_proj)]
+        fused = self.layers[0].product(self.context(features_TKH), *projections)
+        pairs = zip(self.layers, fused.chunk(len(self.layers), -1), strict=True)
+        return [layer.split_keys_values(pair, cos, sin) for layer, pair in pairs]
 
     def hidden(self, kv: ContextKV, blocks: Blocks) -> Tensor:
         """Final normed block states [S, H] for the blocks of a chunk."""
         x = F.embedding(blocks.ids_S, self.embedding)
-        cos, sin = rope_angles(blocks.positions_S, self.freq.to(x.device))
+        cos, sin = self.angles(blocks.positions_S)
         ranges = (blocks.starts_A, blocks.ends_A, len(kv[0][0]), self.c.block_size)
         make = block_mask if x.is_cuda else dense_mask
         masks = {window: make(*ranges, window) for window in set(self.c.windows)}
         for layer, (k, v), window in zip(self.layers, kv, self.c.windows, strict=True):
             x = self.run_layer(layer, x, k, v, cos, sin, masks[window])
-        return self.norm(x)
+        run_norm = self.run_norm if torch.is_grad_enabled() else RMSNorm.forward  # one graph less to compile
+        return run_norm(self.norm, x)
 
     def extend_context(self, features_PQKH: Tensor, first_P: Tensor, caches: list[KeysValues]) -> None:
         """Cache the context keys and values of Q tokens of each of P rows, from position first_P on."""
         rows, new = features_PQKH.shape[:2]
         at_PQ = first_P[:, None] + torch.arange(new, device=first_P.device)
         row = torch.arange(rows, device=first_P.device)[:, None]
-        kv = self.context_keys_values(features_PQKH.flatten(0, 1), at_PQ.flatten())
+        kv = self.project_context(features_PQKH.flatten(0, 1), *self.angles(at_PQ.flatten()))
         for (keys, values), (k, v) in zip(caches, kv, strict=True):
             keys[row, at_PQ] = k.unflatten(0, (rows, new))
             values[row, at_PQ] = v.unflatten(0, (rows, new))
@@ -1112,7 +1144,8 @@ class Drafter(nn.Module):
         """Plain weighted loss sum (fp32 scalar) and the predicted tokens [A, B-1] of a chunk."""
         h = self.hidden(kv, blocks).unflatten(0, (-1, self.c.block_size))[:, 1:].flatten(0, 1)
         labels, weights = blocks.labels_AB[:, 1:].flatten(), blocks.weights_AB[:, 1:].flatten()
-        loss, predicted = ChunkedCrossEntropy.apply(h, self.head, labels, weights, self.run_loss)
+        head = self.fp8_head or Head(self.head)
+        loss, predicted = ChunkedCrossEntropy.apply(h, head, labels, weights, self.run_loss)
         return loss, predicted.unflatten(0, (-1, self.c.block_size - 1))
 
 
@@ -1120,17 +1153,41 @@ class Drafter(nn.Module):
 # Loss
 
 
-def cross_entropy_rows(logits: Tensor, labels: Tensor, weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Weighted loss sum, argmax and d loss / d logits of some rows; logits [rows, V] in any dtype."""
+def cross_entropy_rows(
+    logits: Tensor, labels: Tensor, weights: Tensor, unit: float = 1.0, dtype: torch.dtype | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Weighted loss sum, argmax and d loss / d logits of some rows; logits [rows, V] in any dtype.
+
+    The gradient is in multiples of `unit`, in `dtype` (that of the logits).
+    """
     wide = logits.float()
-    top, predicted = wide.max(-1)
+    top = wide.amax(-1)
     e = torch.exp(wide - top[:, None])
     z = e.sum(-1)
     picked = wide.gather(1, labels[:, None])[:, 0]
     loss = (weights * (top + z.log() - picked)).sum()
-    hit = torch.arange(wide.shape[1], device=wide.device) == labels[:, None]
-    grad = (e * (weights / z)[:, None] - torch.where(hit, weights[:, None], 0.0)).to(logits.dtype)
-    return loss, predicted, grad
+    # The argmax as a minimum of columns, which shares a pass with the gradient; int32, or it would be slower.
+    column = torch.arange(wide.shape[1], device=wide.device, dtype=torch.int32)
+    predicted = torch.where(wide == top[:, None], column, wide.shape[1]).amin(-1)
+    hit = column == labels.to(torch.int32)[:, None]
+    grad = e * (weights / z)[:, None] - torch.where(hit, weights[:, None], 0.0)
+    return loss, predicted.long(), (grad / unit).to(dtype or logits.dtype)
+
+
+class Head:
+    """The frozen head [V, H] for the loss; fp8.Head is the same in 8 bits."""
+
+    unit, grad_dtype = 1.0, None
+
+    def __init__(self, head_VH: Tensor):
+        self.head_VH, self.shape = head_VH, head_VH.shape
+
+    def logits(self, h_RH: Tensor) -> Tensor:
+        return h_RH @ self.head_VH.T
+
+    def back(self, grad_RV: Tensor, out_RH: Tensor) -> None:
+        """d loss / d h from d loss / d logits, into `out_RH`."""
+        torch.mm(grad_RV, self.head_VH, out=out_RH)
 
 
 class ChunkedCrossEntropy(torch.autograd.Function):
@@ -1143,25 +1200,27 @@ class ChunkedCrossEntropy(torch.autograd.Function):
     ELEMENTS = 1 << 28  # logits at a time: 0.5 GiB in bf16
 
     @staticmethod
-    def rows(total: int, vocab: int) -> tuple[int, int]:
-        """(rows of logits at a time, how many such tensors live together: logits, their gradient and, where
-        there are several parts, the gradient of the part before).
-        """
+    def rows(total: int, vocab: int) -> int:
+        """Rows of logits at a time; those of one part live together with their gradient."""
         parts = -(-total // max(1, ChunkedCrossEntropy.ELEMENTS // vocab))
-        return -(-total // parts), 2 if parts == 1 else 3
+        return -(-total // parts)
 
     @staticmethod
     def forward(ctx, h, head, labels, weights, run_rows):
-        rows, _ = ChunkedCrossEntropy.rows(len(h), head.shape[0])
+        rows = ChunkedCrossEntropy.rows(len(h), head.shape[0])
         grad = torch.empty_like(h) if ctx.needs_input_grad[0] else None
         loss, predicted = h.new_zeros((), dtype=torch.float32), []
         for lo in range(0, len(h), rows):
             part = slice(lo, lo + rows)
-            part_loss, part_predicted, grad_logits = run_rows(h[part] @ head.T, labels[part], weights[part])
+            logits = head.logits(h[part])
+            part_loss, part_predicted, grad_logits = run_rows(
+                logits, labels[part], weights[part], head.unit, head.grad_dtype
+            )
             loss += part_loss
             predicted.append(part_predicted)
             if grad is not None:
-                torch.mm(grad_logits, head, out=grad[part])
+                head.back(grad_logits, grad[part])
+            del logits, grad_logits  # before the next part's are made
         predicted = torch.cat(predicted)
         ctx.mark_non_differentiable(predicted)
         ctx.save_for_backward(grad)

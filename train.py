@@ -48,6 +48,7 @@ from torch import Tensor, nn
 import checkpoint
 import compile_utils
 import data
+import fp8
 import headroom
 import hf_target
 import model
@@ -115,6 +116,7 @@ class Config:
     depth: int = option(2, "feature buffers of a rank")
     seed: int = option(0, "seed of initial weights, packing and anchors")
     device: str = option("", "cuda or cpu (default: cuda where every rank has a GPU)")
+    fp8: bool = option(False, "products of the drafter in 8-bit floats (GPUs of compute capability 8.9 on)")
     ignore_headroom: bool = option(False, "start although the estimate says that it does not fit the GPU")
 
     @property
@@ -251,7 +253,21 @@ def resolve(c: Config, t: TargetConfig, world_size: int, nodes: int) -> Config:
         raise ValueError(f"--warmup-ratio {c.warmup_ratio}: must be at least 0 and below 1")
     if c.device not in ("", "cuda", "cpu"):
         raise ValueError(f"--device {data.short(c.device, 40)}: give cuda or cpu")
+    if c.fp8:
+        check_fp8(c, t)
     return resolve_split(c, t, world_size, nodes)
+
+
+def check_fp8(c: Config, t: TargetConfig) -> None:
+    """ValueError where a product of the drafter has a size that 8-bit products cannot have."""
+    sizes = {"hidden size": t.hidden, "intermediate size": t.intermediate, "vocabulary": t.vocab}
+    sizes |= {"size of the keys": t.kv_heads * t.head_dim, "size of the queries": t.heads * t.head_dim}
+    sizes["--anchor-chunk times --block-size"] = c.anchor_chunk * c.block_size
+    for name, size in sizes.items():
+        if size % fp8.MULTIPLE:
+            raise ValueError(
+                f"--fp8: the {name} is {size}, 8-bit products need multiples of {fp8.MULTIPLE}: leave it out"
+            )
 
 
 def resolve_split(c: Config, t: TargetConfig, world_size: int, nodes: int) -> Config:
@@ -404,7 +420,7 @@ class Job:
             tables = self.world.together(
                 lambda: backend(c).load_embedding_and_head(c.folder, self.device, self.dtype), "target"
             )
-            self.drafter = Drafter(d, *tables, seed=c.seed).to(self.device)
+            self.drafter = Drafter(d, *tables, seed=c.seed, in_fp8=c.fp8).to(self.device)
             self.optimizer = torch.optim.AdamW(
                 self.drafter.parameters(), lr=c.lr, betas=(0.9, 0.95), weight_decay=0.0, fused=True
             )
@@ -471,8 +487,10 @@ class Streamed:
     def __init__(self, job: Job):
         self.job, self.receiver = job, stream.Receiver(job.world, job.shapes, job.c.depth)
         self.waits, self.announced = self.receiver.waits, job.first_step
-        if job.first_step == 0:
-            self.announce_evaluation()
+
+    def spare(self) -> Tensor:
+        """A feature buffer that nothing is in: before anything is announced."""
+        return self.receiver.buffers.all[0]
 
     def announce(self, step: int) -> None:
         """Let receives be posted for what surely comes: a stop takes effect later than `depth` steps
@@ -509,11 +527,13 @@ class Colocated:
         self.job, self.waits = job, stream.Waits(job.device)
         self.buffer = stream.Buffers(job.shapes, 1, job.device).all[0]
 
+    def spare(self) -> Tensor:
+        return self.buffer
+
     def announce(self, step: int) -> None:
         pass
 
-    def release(self) -> None:
-        pass
+    announce_evaluation = release = lambda self: None
 
     @torch.no_grad()
     def train(self, b: int) -> tuple[data.Batch, Tensor]:
@@ -543,6 +563,7 @@ def run_target(job: Job, sender: stream.Sender, pulse: "Pulse") -> None:
     """Make the features of this rank's batches, in global order, and send each to the drafter it belongs
     to.
     """
+    report_memory(job)
     if job.first_step == 0:
         send_evaluation(job, sender)
     for step in steps(job):
@@ -569,7 +590,10 @@ def send_evaluation(job: Job, sender: stream.Sender) -> None:
 def run_drafter(job: Job, feed: Streamed | Colocated, pulse: "Pulse") -> None:
     """The optimizer steps: forward and backward over this rank's batches, one update together."""
     world, replica = job.world, wrap(job)
+    rehearse(job, replica, feed.spare())
+    report_memory(job)
     if job.first_step == 0:
+        feed.announce_evaluation()
         pulse.evaluated(0, evaluate(job, feed))
     for step in steps(job):
         feed.announce(step)
@@ -596,21 +620,26 @@ def run_drafter(job: Job, feed: Streamed | Colocated, pulse: "Pulse") -> None:
 
 
 def wrap(job: Job) -> nn.Module:
-    """Data-parallel replica. DDP reorders its sums after the first backward: get that over beforehand."""
+    """The data-parallel replica; with one drafter, the drafter itself."""
     if job.world.drafters == 1:
         return job.drafter
     ids = [0] if job.device.type == "cuda" else None
-    replica = nn.parallel.DistributedDataParallel(
+    return nn.parallel.DistributedDataParallel(
         job.drafter, device_ids=ids, process_group=job.world.draft_group, gradient_as_bucket_view=True
     )
-    c, shapes = job.c, job.shapes
+
+
+def rehearse(job: Job, replica: nn.Module, features_TKH: Tensor) -> None:
+    """Two throw-away steps on an empty batch, before the first real one.
+
+    Every shape is static, so this needs all the memory that a step will ever need. And DDP rebuilds its
+    buckets after the first backward, which changes the order of sums: get that over beforehand.
+    """
+    c = job.c
     nothing = data.empty_batch(0, c.token_budget, c.max_batch_size, c.anchors)
-    features_TKH = torch.zeros(shapes.tokens, shapes.width, dtype=shapes.dtype, device=job.device)
     for _ in range(2):
-        accumulate(job, replica, nothing, features_TKH, sync=True)
-    for p in job.drafter.parameters():
-        p.grad.zero_()
-    return replica
+        totals = accumulate(job, replica, nothing, features_TKH, sync=True)
+        update(job, totals[1], 0.0)  # weight 0: nothing moves, but the optimizer takes its memory
 
 
 def to_blocks(job: Job, batch: data.Batch, anchors_A: Tensor) -> Iterator[Blocks]:
@@ -745,6 +774,28 @@ def every_anchor(batch: data.Batch, chunk: int) -> Tensor:
 # The log
 
 
+def device_in_use(job: Job) -> dict[str, float]:
+    """Used and free memory, GiB: of the device where there is one, else of the process and the machine."""
+    if job.device.type == "cuda":
+        free, total = torch.cuda.mem_get_info()
+        return {"peak_gib": (total - free) / 2**30, "free_gib": free / 2**30}
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    pages = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return {"peak_gib": peak / 2**30, "free_gib": pages / 2**30}
+
+
+def report_memory(job: Job) -> None:
+    """After the rehearsal of a step: what each rank has taken, which will not grow, and what is left."""
+    found = job.world.gather((job.world.name(), device_in_use(job)))
+    if job.folder:
+        name, least = min(found, key=lambda pair: pair[1]["free_gib"])
+        most = max(m["peak_gib"] for _, m in found)
+        job.folder.say(
+            f"memory after a rehearsed step: at most {most:.1f} GiB a rank; least left: "
+            f"{least['free_gib']:.1f} GiB, {name}"
+        )
+
+
 class Pulse:
     """The end of each step: what this rank did goes to the control exchange, what all did to the log.
 
@@ -771,7 +822,7 @@ class Pulse:
         job, ended = self.job, self.mark()
         if computed is not None and computed.is_cuda:
             computed = computed.to("cpu", non_blocking=True)
-        known = known | self.memory() | {"stop": job.ending.asked.is_set()}
+        known = known | device_in_use(job) | {"stop": job.ending.asked.is_set()}
         self.unposted.append((step, known, computed, self.begun, ended, self.waits.cut()))
         self.begun = ended
         flush = job.saves(step) or job.evaluates(step) or step == job.last_step
@@ -798,17 +849,6 @@ class Pulse:
         if self.begun is None:
             self.waits.cut()
             self.begun = self.mark()
-
-    def memory(self) -> dict[str, float]:
-        """Peak and free memory, GiB: of the device where there is one, else of the process and the
-        machine.
-        """
-        if self.job.device.type == "cuda":
-            free, total = torch.cuda.mem_get_info()
-            return {"peak_gib": (total - free) / 2**30, "free_gib": free / 2**30}
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-        pages = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-        return {"peak_gib": peak / 2**30, "free_gib": pages / 2**30}
 
     def decide(self, step: int) -> None:
         """What the exchange of `lag` steps ago says: stop soon, or give up. The same on every rank."""
@@ -913,14 +953,19 @@ def save(job: Job, step: int) -> None:
 def gate(job: Job) -> None:
     """One rank of each node and role compiles what the run will run; then the others read it."""
     c, world, work = job.c, job.world, None
+    cuda = job.device.type == "cuda"  # where it pays to compile more than attention
     source = compile_utils.source_hash(model)
     say = job.folder.say if job.folder else lambda line: None  # rank 0 says it for all
     if world.drafts:
-        job.drafter.run_layer = compile_utils.compile(
-            model.DrafterLayer.forward, name="drafter layer", log=say
-        )
-        if job.device.type == "cuda":
-            job.drafter.run_loss = compile_utils.compile(model.cross_entropy_rows, name="loss", log=say)
+        drafter = job.drafter
+        drafter.run_layer = compile_utils.compile(model.DrafterLayer.forward, name="drafter layer", log=say)
+        if cuda:
+            drafter.run_context = compile_utils.compile(Drafter.project_context, name="context", log=say)
+            drafter.run_norm = compile_utils.compile(model.RMSNorm.forward, name="norm", log=say)
+            drafter.run_loss = compile_utils.compile(model.cross_entropy_rows, name="loss", log=say)
+    if cuda and isinstance(getattr(job, "target", None), model.Target):
+        job.target.run_layer = compile_utils.compile(model.TargetLayer.forward, name="target layer", log=say)
+    if world.drafts or cuda:
         work = warm_up(job)
     d = job.drafter_config
     shape = (d.hidden, d.intermediate, d.heads, d.kv_heads, d.head_dim, d.vocab)
@@ -956,7 +1001,9 @@ def share_cache(job: Job, shape: str, say: typing.Callable[[str], None]) -> None
 
 
 def warm_up(job: Job) -> typing.Callable[[], None]:
-    """Training forward and backward and evaluation forward on the run's shapes, on the unwrapped module."""
+    """All that this rank's role runs, on the run's shapes: the target; the drafter's training forward and
+    backward and its evaluation forward, on the unwrapped module.
+    """
 
     def work() -> None:
         with memory_explained(job):
@@ -966,11 +1013,15 @@ def warm_up(job: Job) -> typing.Callable[[], None]:
         c, shapes = job.c, job.shapes
         nothing = data.empty_batch(0, c.token_budget, c.max_batch_size, c.anchors)
         features_TKH = torch.zeros(shapes.tokens, shapes.width, dtype=shapes.dtype, device=job.device)
-        accumulate(job, job.drafter, nothing, features_TKH, sync=True)
         with torch.no_grad():
-            kv = job.drafter.context_keys_values(features_TKH, job.put(nothing.positions_T))
-            job.drafter(kv, next(to_blocks(job, nothing, nothing.anchors_A[: c.anchor_chunk])))
-        job.optimizer.zero_grad()
+            if job.world.runs_target:
+                job.make_features(nothing, features_TKH)
+        if job.world.drafts:
+            accumulate(job, job.drafter, nothing, features_TKH, sync=True)
+            with torch.no_grad():
+                kv = job.drafter.context_keys_values(features_TKH, job.put(nothing.positions_T))
+                job.drafter(kv, next(to_blocks(job, nothing, nothing.anchors_A[: c.anchor_chunk])))
+            job.optimizer.zero_grad()
         if job.device.type == "cuda":
             torch.cuda.synchronize()
 
@@ -1038,6 +1089,11 @@ def device_memory(world: World) -> int:
     free, total = torch.cuda.mem_get_info()
     ours = torch.cuda.memory_reserved() + headroom.CONTEXT + (headroom.NCCL if world.size > 1 else 0)
     return min(total, free + ours)
+
+
+def check_device(c: Config, world: World) -> None:
+    if c.fp8 and world.drafts and (why := fp8.why_not(world.device)):
+        raise ValueError(f"--fp8: {why}: leave it out")
 
 
 def refuse_hopeless(c: Config, t: TargetConfig, world: World, with_budget: Callable[[int], Config]) -> None:
@@ -1136,6 +1192,7 @@ def main() -> int:
     try:
         world.join(c.device, allow_cpu=not c.target)
         ending.watch(world)
+        world.together(lambda: check_device(c, world), "--fp8")
         cache = world.together(lambda: compile_utils.use_cache(c.compile_cache or None), "--compile-cache")
 
         def with_budget(budget: int) -> Config:

@@ -187,25 +187,42 @@ def attention_ops() -> None:
     )
 
 
-class TracedLayer:
-    """In place of the compiled layer: the same joint graph, cut by the same partitioner into what is kept."""
+class Call(torch.nn.Module):
+    """`fn(module, *inputs)` as a module's own forward."""
 
-    def __init__(self, live: Live):
-        self.live, self.made = live, {}
+    def __init__(self, module: torch.nn.Module, fn: Callable):
+        super().__init__()
+        self.module, self.fn = module, fn
 
-    def __call__(self, layer, x, k, v, cos, sin, mask):
+    def forward(self, *inputs):
+        return self.fn(self.module, *inputs)
+
+
+class Traced:
+    """In place of a compiled unit `fn(module, *inputs)`: the same joint graph, cut by the same partitioner
+    into what is kept. `reads`: part of the names of the parameters it has to do with.
+    """
+
+    def __init__(self, live: Live, fn: Callable, reads: tuple[str, ...] = ("",)):
+        self.live, self.fn, self.reads, self.made = live, fn, reads, {}
+
+    def __call__(self, module, *inputs):
+        from torch._functorch import config
         from torch._functorch.aot_autograd import aot_function
         from torch._functorch.partitioners import min_cut_rematerialization_partition
         from torch._inductor.decomposition import select_decomp_table
 
-        names, values = zip(*layer.named_parameters(), strict=True)
-        if x.requires_grad not in self.made:  # layer 0 has an input without gradient: a graph of its own
+        call = Call(module, self.fn)
+        read = ((name, p) for name, p in call.named_parameters() if any(part in name for part in self.reads))
+        names, values = zip(*read, strict=True)
+        needs = inputs[0].requires_grad  # layer 0 has an input without gradient: a graph of its own
+        if needs not in self.made:
 
             def forward(values, *inputs):
                 state = dict(zip(names, values, strict=True))
-                return torch.func.functional_call(layer, state, (*inputs, None))
+                return torch.func.functional_call(call, state, inputs)
 
-            self.made[x.requires_grad] = aot_function(
+            self.made[needs] = aot_function(
                 forward,
                 fw_compiler=self.compiler(lambda n: False),
                 bw_compiler=self.compiler(lambda n: not n.name.startswith("primals")),
@@ -215,7 +232,8 @@ class TracedLayer:
         self.live.ignore(values)
         self.live.paused = True  # tracing it, the first time
         try:
-            return self.made[x.requires_grad](list(values), x, k, v, cos, sin)
+            with config.patch(ban_recompute_materialized_backward=False):  # as compile_utils.compile has it
+                return self.made[needs](list(values), *inputs)
         finally:
             self.live.paused = False
 
@@ -285,7 +303,11 @@ def trace_step(c, t: TargetConfig) -> int:
     with torch.device("meta"):
         drafter = model.Drafter(d, table, table)
     live = Live()
-    drafter.run_layer = TracedLayer(live)
+    of_context = ("fc.", "hidden_norm.", "k_proj.", "v_proj.", "k_norm.")
+    drafter.run_context = Traced(live, model.Drafter.project_context, of_context)
+    layer = Traced(live, lambda layer, *inputs: model.DrafterLayer.forward(layer, *inputs, None))
+    drafter.run_layer = lambda *inputs_and_mask: layer(*inputs_and_mask[:-1])
+    drafter.run_norm = Traced(live, model.RMSNorm.forward)
     drafter.run_loss = lambda *a: live.run(lambda: model.cross_entropy_rows(*a), a[0].nbytes)
     job = types.SimpleNamespace(
         c=c, drafter=drafter, device=torch.device("meta"), facts={"mask_token": 0}, put=lambda x: x.to("meta")
@@ -389,10 +411,13 @@ class Alone:
     def evaluation(self, j: int):
         return self.job.batches.evaluation(j), self.buffer()
 
+    def spare(self):
+        return self.buffers[0]
+
     def nothing(self, *_) -> None:
         pass
 
-    announce = release = send = close = nothing
+    announce = announce_evaluation = release = send = close = nothing
 
 
 def use_random_weights() -> None:

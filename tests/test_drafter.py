@@ -528,11 +528,11 @@ def test_chunked_cross_entropy_equals_whole(monkeypatch, elements):
     weights = torch.rand(23, generator=random) * (torch.arange(23) % 3 > 0)
     rows = []
 
-    def run_rows(logits, labels, weights):
+    def run_rows(logits, *rest):
         rows.append(len(logits))
-        return model.cross_entropy_rows(logits, labels, weights)
+        return model.cross_entropy_rows(logits, *rest)
 
-    loss, predicted = ChunkedCrossEntropy.apply(h, head, labels, weights, run_rows)
+    loss, predicted = ChunkedCrossEntropy.apply(h, model.Head(head), labels, weights, run_rows)
     assert sum(rows) == 23 and max(rows) * V <= max(elements, V)
     logits = h @ head.T
     whole = (F.cross_entropy(logits, labels, reduction="none") * weights).sum()

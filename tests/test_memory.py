@@ -147,14 +147,14 @@ def test_memory_follows_the_chunk_and_not_the_budget(folders):
 
 
 def test_logits_are_counted_by_anchors_block_and_vocabulary(folders):
-    """Case 12: one part of the logits, its gradient and the part before's; never all of them."""
+    """Case 12: one part of the logits and its gradient; never all of them."""
     q = question(folders["qwen3-8b"])
     d = DrafterConfig.of(q.target, 5, 16, 5, 0)
     _, few = d.chunk_moments(4, 8192)["loss"]
     assert few == 2 * 2 * 4 * 15 * d.vocab + 2 * 2 * 4 * 15 * d.hidden
     _, many = d.chunk_moments(2048, 8192)["loss"]
-    rows, _ = model.ChunkedCrossEntropy.rows(2048 * 15, d.vocab)
-    assert many == 3 * 2 * rows * d.vocab + 2 * 2 * 2048 * 15 * d.hidden
+    rows = model.ChunkedCrossEntropy.rows(2048 * 15, d.vocab)
+    assert many == 2 * 2 * rows * d.vocab + 2 * 2 * 2048 * 15 * d.hidden
     assert rows * d.vocab <= model.ChunkedCrossEntropy.ELEMENTS < 2 * rows * d.vocab
 
 
@@ -163,14 +163,13 @@ def test_parts_of_the_logits_are_what_the_loss_uses(monkeypatch, total):
     monkeypatch.setattr(model.ChunkedCrossEntropy, "ELEMENTS", 25 * 11)
     seen = []
 
-    def rows(logits, labels, weights):
+    def rows(logits, *rest):
         seen.append(len(logits))
-        return model.cross_entropy_rows(logits, labels, weights)
+        return model.cross_entropy_rows(logits, *rest)
 
-    h = torch.randn(total, 4, requires_grad=True)
-    model.ChunkedCrossEntropy.apply(h, torch.randn(11, 4), torch.zeros(total).long(), torch.ones(total), rows)
-    expected, together = model.ChunkedCrossEntropy.rows(total, 11)
-    assert max(seen) == expected <= 25 and sum(seen) == total and (len(seen) > 1) == (together == 3)
+    h, head = torch.randn(total, 4, requires_grad=True), model.Head(torch.randn(11, 4))
+    model.ChunkedCrossEntropy.apply(h, head, torch.zeros(total).long(), torch.ones(total), rows)
+    assert max(seen) == model.ChunkedCrossEntropy.rows(total, 11) <= 25 and sum(seen) == total
 
 
 # ---------------------------------------------------------------------------------------------------------
