@@ -3,6 +3,7 @@
 Whatever must be whole is written beside its place and renamed, so a torn checkpoint is never seen.
 """
 
+import contextlib
 import dataclasses
 import fcntl
 import json
@@ -14,7 +15,7 @@ import shutil
 import sys
 import threading
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -124,7 +125,25 @@ def note_failure(run: Path, why: str) -> None:
 
 
 def write_status(run: Path, state: str, **more: Any) -> None:
-    write_whole(run / "status.json", json.dumps({"state": state, **more}, indent=2) + "\n")
+    path, text = run / "status.json", json.dumps({"state": state, **more}, indent=2) + "\n"
+    try:
+        write_whole(path, text)
+    except OSError:  # a full disk, a read-only folder: over the old one, which has its place on the disk
+        with open(path, "r+", encoding="utf-8") as file:
+            file.write(text)
+            file.truncate()
+
+
+@contextlib.contextmanager
+def writing(run: Path, what: str = "") -> Iterator[None]:
+    """What cannot be written is the user's to mend: one line."""
+    try:
+        yield
+    except OSError as error:
+        raise UserError(
+            f"{run}: {what or 'it'} could not be written ({error.strerror or error}): make room or give "
+            f"write access, then go on with --resume {run}"
+        ) from None
 
 
 class RunFolder:
@@ -148,10 +167,12 @@ class RunFolder:
         """One line to the console and to train.log."""
         sys.stdout.write(line + "\n")  # in one piece: the thread that saves says something too
         sys.stdout.flush()
-        self.log_file.write(line + "\n")
+        with writing(self.path, "train.log"):
+            self.log_file.write(line + "\n")
 
     def write_config(self, config: dict) -> None:
-        write_whole(self.path / "config.json", json.dumps(config, indent=2) + "\n")
+        with writing(self.path, "config.json"):
+            write_whole(self.path / "config.json", json.dumps(config, indent=2) + "\n")
 
     def write_status(self, state: str, **more: Any) -> None:
         """status.json: running, finished, stopped or failed, and why."""
@@ -176,7 +197,8 @@ class RunFolder:
 
     def write_metrics(self, record: dict) -> None:
         """A loss that is not finite is null: JSON knows no NaN."""
-        self.metrics_file.write(json.dumps({k: finite(v) for k, v in record.items()}) + "\n")
+        with writing(self.path, "metrics.jsonl"):
+            self.metrics_file.write(json.dumps({k: finite(v) for k, v in record.items()}) + "\n")
 
 
 def finite(value: Any) -> Any:
@@ -242,9 +264,10 @@ def draw_curves(run: Path, title: str) -> None:
     axes[1, 1].set_ylim(0, 1)
     figure.suptitle(title)
     beside = run / f".curves.{os.getpid()}.png"
-    figure.savefig(beside, dpi=110)
+    with writing(run, "curves.png"):
+        figure.savefig(beside, dpi=110)
+        os.replace(beside, run / "curves.png")
     plt.close(figure)
-    os.replace(beside, run / "curves.png")
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -356,13 +379,9 @@ class Saver:
         try:
             if self.copied is not None:
                 self.copied.synchronize()
-            place = write(self.run, step, snapshot, state, self.keep)
+            with writing(self.run, f"the checkpoint of step {step}"):
+                place = write(self.run, step, snapshot, state, self.keep)
             self.say(f"saved {place} (export: {place / 'export'})")
-        except OSError as error:
-            self.error = UserError(
-                f"{self.run}: the checkpoint of step {step} could not be written ({error}): make room or "
-                f"give write access, then go on with --resume {self.run}"
-            )
         except BaseException as error:  # whatever it is, the main thread must end with it
             self.error = error
 

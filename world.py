@@ -285,6 +285,8 @@ class Ending:
             self._end(f"{self.reason} twice", 128 + number)
 
     def _end(self, why: str, code: int) -> None:
-        self.on_forced_end(why)
-        sys.stderr.flush()
-        os._exit(code)
+        try:
+            self.on_forced_end(why)
+            sys.stderr.flush()
+        finally:  # whatever happens in there, on a full disk say
+            os._exit(code)

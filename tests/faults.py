@@ -552,7 +552,7 @@ def look_at(plan: dict, found: dict, home: Path, run: Path, undisturbed: Path) -
         problems.append(f"no failure: launcher {found['launcher']}, {status}")
     if what == "ends or goes on" and not ended_well and found["launcher"] == 0:
         problems.append(f"neither failed nor finished: {status}")
-    if found["state"] == "running" and plan["kind"] != "read-only folder":
+    if found["state"] == "running":
         problems.append(f"status.json says running: {status}")
     tracebacks = text.count("Traceback (most recent call last)")
     lines = sum(line.startswith("train.py: ") and "status.json" not in line for line in text.splitlines())

@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 import threading
+from pathlib import Path
 
 import pytest
 import torch
@@ -189,7 +190,7 @@ def test_checkpoints_are_written_one_at_a_time_and_pruned_when_whole(tmp_path, s
     assert [p.name for p in tmp_path.iterdir()] == ["step-000003"]
 
 
-@pytest.mark.parametrize("moment", ["save_file", "export", "say"])
+@pytest.mark.parametrize("moment", ["save_file", "export"])
 def test_an_error_while_writing_ends_the_run(tmp_path, monkeypatch, moment):
     """It is raised by the next step, or by the next save, or at the end."""
 
@@ -199,16 +200,42 @@ def test_an_error_while_writing_ends_the_run(tmp_path, monkeypatch, moment):
     drafter = make_drafter(layers=1)
     optimizer = adam(drafter)
     train_a_little(drafter, optimizer, 1)
-    saver = checkpoint.Saver(tmp_path, 1, full if moment == "say" else lambda line: None)
-    if moment != "say":
-        monkeypatch.setattr(checkpoint, moment, full)
+    saver = checkpoint.Saver(tmp_path, 1, lambda line: None)
+    monkeypatch.setattr(checkpoint, moment, full)
     saver.before_update()
     saver.save(1, drafter, optimizer, {"next_batch": 2, "config": {}})
     saver.thread.join(30)
     for call in (saver.before_update, saver.wait, lambda: saver.save(2, drafter, optimizer, {})):
         with pytest.raises(UserError, match=r"step 1 could not be written .*No space left.*--resume"):
             call()
-    assert len(checkpoint.checkpoints(tmp_path)) == (moment == "say")
+    assert checkpoint.checkpoints(tmp_path) == []
+
+
+@pytest.mark.parametrize("name", ["train.log", "metrics.jsonl", "config.json", "curves.png"])
+def test_a_full_disk_is_one_line_and_the_status_still_says_failed(tmp_path, monkeypatch, name):
+    """/dev/full takes nothing, as a full disk does; what is there already may be written over."""
+    run = checkpoint.RunFolder(tmp_path)
+    run.open_metrics(0)
+    run.write_metrics(
+        {"step": 1, "loss": 1.0, "acc_len": 1, "tokens_per_s": 1, "wait_target": 0, "wait_drafter": 0}
+    )
+    run.write_status("running", why="x" * 100)
+    run.log_file = run.metrics_file = open("/dev/full", "w", buffering=1)
+
+    def full(*_, **__):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_text", full)
+    monkeypatch.setattr(os, "replace", full)
+    call = {
+        "train.log": lambda: run.say("line"), "metrics.jsonl": lambda: run.write_metrics({"step": 2}),
+        "config.json": lambda: run.write_config({}),
+        "curves.png": lambda: checkpoint.draw_curves(tmp_path, "x"),
+    }[name]  # fmt: skip
+    with pytest.raises(UserError, match=rf"{name} could not be written \(No space left.*--resume"):
+        call()
+    run.write_status("failed", why="full")
+    assert json.loads((tmp_path / "status.json").read_text()) == {"state": "failed", "why": "full"}
 
 
 def damage(path, how: str) -> None:
