@@ -8,6 +8,7 @@ Decoding: P rows (prompts at a time), Q new tokens of a row, C capacity of a row
 
 import contextlib
 import dataclasses
+import functools
 import inspect
 import itertools
 import math
@@ -883,6 +884,7 @@ class DrafterConfig:
     mask_token: int
     max_position: int
     windows: tuple[int, ...] = ()
+    softcap: float = 0.0  # c: the target's logits are c * tanh(product / c); 0: the product itself
 
     def layer_parameters(self) -> int:
         return self.hidden * ((2 * self.heads + 2 * self.kv_heads) * self.head_dim + 3 * self.intermediate)
@@ -1145,7 +1147,9 @@ class Drafter(nn.Module):
         h = self.hidden(kv, blocks).unflatten(0, (-1, self.c.block_size))[:, 1:].flatten(0, 1)
         labels, weights = blocks.labels_AB[:, 1:].flatten(), blocks.weights_AB[:, 1:].flatten()
         head = self.fp8_head or Head(self.head)
-        loss, predicted = ChunkedCrossEntropy.apply(h, head, labels, weights, self.run_loss)
+        cap, run_rows = self.c.softcap, self.run_loss
+        run_rows = functools.partial(run_rows, softcap=cap) if cap else run_rows
+        loss, predicted = ChunkedCrossEntropy.apply(h, head, labels, weights, run_rows)
         return loss, predicted.unflatten(0, (-1, self.c.block_size - 1))
 
 
@@ -1154,13 +1158,18 @@ class Drafter(nn.Module):
 
 
 def cross_entropy_rows(
-    logits: Tensor, labels: Tensor, weights: Tensor, unit: float = 1.0, dtype: torch.dtype | None = None
+    logits: Tensor,
+    labels: Tensor,
+    weights: Tensor,
+    unit: float = 1.0,
+    dtype: torch.dtype | None = None,
+    softcap: float = 0.0,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Weighted loss sum, argmax and d loss / d logits of some rows; logits [rows, V] in any dtype.
 
     The gradient is in multiples of `unit`, in `dtype` (that of the logits).
     """
-    wide = logits.float()
+    wide = softcap * torch.tanh(logits.float() / softcap) if softcap else logits.float()
     top = wide.amax(-1)
     e = torch.exp(wide - top[:, None])
     z = e.sum(-1)
@@ -1171,6 +1180,8 @@ def cross_entropy_rows(
     predicted = torch.where(wide == top[:, None], column, wide.shape[1]).amin(-1)
     hit = column == labels.to(torch.int32)[:, None]
     grad = e * (weights / z)[:, None] - torch.where(hit, weights[:, None], 0.0)
+    if softcap:
+        grad = grad * (1 - (wide / softcap).square())
     return loss, predicted.long(), (grad / unit).to(dtype or logits.dtype)
 
 

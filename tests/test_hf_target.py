@@ -345,6 +345,35 @@ def test_without_transformers_there_is_one_line_with_the_command(tmp_path, monke
         hf_target.TargetConfig.from_folder(tmp_path)
 
 
+def test_the_loss_of_a_soft_capped_target_is_that_of_capped_logits(tmp_path):
+    folder = save(tmp_path, *CASES["gemma3"])
+    t = hf_target.TargetConfig.from_folder(folder)
+    c = model.DrafterConfig.of(t, 1, 4, 3, 7)
+    assert c.softcap == 20.0
+    drafter = model.Drafter(c, *hf_target.load_embedding_and_head(folder, "cpu", torch.float32))
+    with torch.no_grad():
+        drafter.norm.weight.mul_(30)  # logits far beyond the cap
+    at = torch.arange(24)
+    row = at % t.vocab, at, torch.zeros(24, dtype=torch.int32), torch.ones(24, dtype=torch.bool)
+    blocks = model.make_blocks(*row, torch.tensor([3, 9, 15, -1]), 4, 4.0, 7)
+    kv = drafter.context_keys_values(torch.randn(24, 3 * t.hidden), at)
+    loss, predicted = drafter(kv, blocks)
+    loss.backward(retain_graph=True)
+    found = {name: p.grad.clone() for name, p in drafter.named_parameters()}
+    drafter.zero_grad()
+    h = drafter.hidden(kv, blocks).unflatten(0, (-1, 4))[:, 1:].flatten(0, 1)
+    plain = h @ drafter.head.T
+    assert plain.abs().max() > 2 * c.softcap
+    capped = c.softcap * torch.tanh(plain / c.softcap)
+    each = torch.nn.functional.cross_entropy(capped, blocks.labels_AB[:, 1:].flatten(), reduction="none")
+    expected = (each * blocks.weights_AB[:, 1:].flatten()).sum()
+    expected.backward()
+    torch.testing.assert_close(loss, expected)
+    assert torch.equal(predicted.flatten(), plain.argmax(-1))
+    for name, p in drafter.named_parameters():
+        torch.testing.assert_close(found[name], p.grad, rtol=1e-4, atol=1e-5)
+
+
 # ---------------------------------------------------------------------------------------------------------
 # A run
 
