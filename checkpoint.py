@@ -528,6 +528,7 @@ def export_config(c: DrafterConfig) -> dict:
         "block_size": c.block_size,
         "dtype": "bfloat16",
         "torch_dtype": "bfloat16",
+        **({"final_logit_softcapping": c.softcap} if c.softcap else {}),
         "dflash_config": {"target_layer_ids": list(c.ids), "mask_token_id": c.mask_token},
     }
 
@@ -589,6 +590,7 @@ def parse_export(c: dict, t: TargetConfig, fc_width: int) -> DrafterConfig:
         mask_token=number(either, "mask_token_id", least=0),
         max_position=number(c, "max_position_embeddings", t.max_position, WIDEST),
         windows=tuple(window if kind == "sliding_attention" else 0 for kind in kinds),
+        softcap=real(c, "final_logit_softcapping", 0.0, 0.0, 1e6),
     )
 
 

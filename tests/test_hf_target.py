@@ -17,6 +17,7 @@ from conftest import TINY
 from safetensors.torch import load_file, save_file
 from test_target import IDS, LAYERS, SIZES, TAIL, packed_row, randomise
 
+import checkpoint
 import hf_target
 import model
 
@@ -372,6 +373,9 @@ def test_the_loss_of_a_soft_capped_target_is_that_of_capped_logits(tmp_path):
     assert torch.equal(predicted.flatten(), plain.argmax(-1))
     for name, p in drafter.named_parameters():
         torch.testing.assert_close(found[name], p.grad, rtol=1e-4, atol=1e-5)
+    published = checkpoint.export_config(c)  # as published drafters of such targets have it
+    assert published["final_logit_softcapping"] == 20.0
+    assert checkpoint.parse_export(published, t, 3 * t.hidden).softcap == 20.0
 
 
 # ---------------------------------------------------------------------------------------------------------
