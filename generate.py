@@ -206,7 +206,7 @@ def answer_line(item: Item, answers: list[Answer]) -> dict:
 
 def left_out(item: Item, why: str) -> dict:
     """A line of the parts that says why there is none in the output."""
-    return {"prompt_id": item.id, "left_out": f"{item.where}: {why}"}
+    return {"prompt_id": item.id, "left_out": why if why.startswith(item.where) else f"{item.where}: {why}"}
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -542,7 +542,7 @@ class Encoder:
         try:
             ids = decode.prompt_ids(record, self.tokenizer, False)[0]
         except ValueError as error:
-            raise ValueError(f"{item.where}: {error}: correct or remove this line") from None
+            raise ValueError(f"{item.where}: {error}") from None
         limit = min(len(ids) + self.new, self.most) if len(ids) < self.most else 0
         return Prompt(ids, limit, item.source, item.where)
 
@@ -579,7 +579,11 @@ def target_answers(
             text = tokenizer.decode(ids[:-1] if finished else ids, skip_special=True)
             answers.append(Answer(text, len(ids), finished, prompt.ids, ids))
             if goes_on(item, answers):
-                prompt = encode(item, answers)
+                try:
+                    prompt = encode(item, answers)
+                except ValueError as error:  # one conversation, hours after the start
+                    yield left_out(item, data.short(str(error), 200))
+                    continue
                 prompt.limit = min(prompt.limit, capacity - 1)
                 if len(prompt.ids) < prompt.limit:
                     talks[writer.wait(prompt, key_of(item))] = item, answers

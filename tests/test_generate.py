@@ -263,6 +263,23 @@ def test_every_turn_is_answered_after_the_new_answers(dialogues, tmp_path):
     assert {r["messages"][1]["content"] for r in lines(tmp_path / "last.jsonl")} == {"Never mind."}
 
 
+def test_a_conversation_that_the_template_refuses_later_is_left_out(dialogues, tmp_path, capsys, monkeypatch):
+    path, recorded = dialogues
+    prompt_ids, first = decode.prompt_ids, recorded[3]["messages"][0]
+
+    def refuse(record, *more):
+        if record["messages"][0] == first and len(record["messages"]) > 1:
+            raise ValueError("no more of this")
+        return prompt_ids(record, *more)
+
+    monkeypatch.setattr(decode, "prompt_ids", refuse)
+    run("--prompts", path, "--out", tmp_path / "out.jsonl", "--every-turn")
+    said = capsys.readouterr().out.splitlines()[-1]
+    assert said == f"1 prompt(s) left out, the first: {path}:4: no more of this"
+    others = [r["messages"] for r in recorded if r != recorded[3]]
+    assert [r["messages"] for r in lines(tmp_path / "out.jsonl")] == others
+
+
 def test_a_conversation_ends_where_an_answer_is_cut(dialogues, tmp_path):
     path, recorded = dialogues
     run("--prompts", path, "--out", tmp_path / "out.jsonl", "--every-turn", "--max-new-tokens", 20)
