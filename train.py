@@ -65,6 +65,7 @@ AT_MOST = {  # far beyond any use: a slip of the keyboard must not fill the memo
     "batches_per_step": 1 << 20, "draft_layers": 1 << 10, "taps": 1 << 10, "depth": 1 << 10,
     "steps": 1 << 40, "epochs": 1 << 40, "seed": (1 << 63) - 1, "lr": 1e6,
 }  # fmt: skip
+AUTO = -1  # of --token-budget: what fits, found once the ranks have met
 CONTROL_FIELDS = ("step_s", "wait_s", "peak_gib", "free_gib", "stop", "tokens", *COMPUTED)
 
 
@@ -86,7 +87,10 @@ class Config:
     resume: str = option("", "go on with a run: RUN (its newest checkpoint) or RUN/step-NNNNNN")
     layout: str = option("", "split: a rank drafts or runs the target; colocate: every rank does both")
     drafters: int = option(0, "ranks that draft, over the world; the others run the target")
-    token_budget: int = option(0, "packed tokens of a batch, a multiple of 128 (16384)")
+    token_budget: int = option(
+        0, "packed tokens of a batch, a multiple of 128 (16384); auto: as many as leave --headroom"
+    )
+    headroom: float = option(5.0, "percent of each GPU that --token-budget auto leaves free")
     max_batch_size: int = option(64, "documents of a batch, at most")
     max_length: int = option(
         0, "tokens of a document, longer ones are cut (4096, at most what the target takes)"
@@ -158,7 +162,7 @@ def parse_flags(argv: list[str] | None = None, restarted: str = "") -> Config:
         allow_abbrev=False,
     )
     for f in dataclasses.fields(Config):
-        how: dict = {"type": f.type}
+        how: dict = {"type": token_count if f.name == "token_budget" else f.type}
         if typing.get_origin(f.type) is list:
             how = {"type": str, "nargs": "+"}
         elif f.type is bool:
@@ -184,6 +188,14 @@ def parse_flags(argv: list[str] | None = None, restarted: str = "") -> Config:
     return Config(**(saved | given))
 
 
+def token_count(text: str) -> int:
+    if text == "auto":
+        return AUTO
+    if int(text) < 0:
+        raise ValueError(text)
+    return int(text)
+
+
 def check_values(values: dict, place: str) -> None:
     """ValueError where a field of the config has another type than its flag, or text that cannot be shown."""
     for f in dataclasses.fields(Config):
@@ -206,7 +218,8 @@ def resolve(c: Config, t: TargetConfig, world_size: int, nodes: int) -> Config:
     """Fill in what was left open and check the rest; ValueError names the flag and what would do."""
     tiny = not c.target
     c = dataclasses.replace(c)
-    c.token_budget = c.token_budget or (1024 if tiny else 16384)
+    if c.token_budget in (0, AUTO):
+        c.token_budget = 1024 if tiny else 16384
     c.block_size = c.block_size or (8 if tiny else 16)
     c.draft_layers = c.draft_layers or (2 if tiny else 5)
     c.gamma = c.gamma or model.default_gamma(c.block_size)
@@ -249,6 +262,8 @@ def resolve(c: Config, t: TargetConfig, world_size: int, nodes: int) -> Config:
         raise ValueError(
             f"--max-length {c.max_length}: the target takes {t.max_position} positions: give less"
         )
+    if not 0 <= c.headroom < 100:
+        raise ValueError(f"--headroom {c.headroom:g}: a percentage, at least 0 and below 100")
     if not 0 <= c.warmup_ratio < 1:
         raise ValueError(f"--warmup-ratio {c.warmup_ratio}: must be at least 0 and below 1")
     if c.device not in ("", "cuda", "cpu"):
@@ -1104,6 +1119,27 @@ def refuse_hopeless(c: Config, t: TargetConfig, world: World, with_budget: Calla
             raise ValueError(problem)
 
 
+def largest_that_fits(
+    c: Config, t: TargetConfig, world: World, with_budget: Callable[[int], Config]
+) -> Config:
+    """--token-budget auto: by the estimate of headroom.py, the most that leaves --headroom on every rank."""
+
+    def largest() -> int:
+        have = int(device_memory(world) * (1 - c.headroom / 100))
+        if not have:
+            raise ValueError("--token-budget auto: this run is on CPU: give a number of tokens")
+        role = headroom.role_name(world.role)
+        return headroom.largest_token_budget(with_budget, t, role, world.size, have)
+
+    budget = min(world.gather(world.together(largest, "--token-budget auto")))
+    if not budget:
+        raise UserError(
+            "--token-budget auto: nothing fits: python -m diagnose.memory shows where it goes; use a larger "
+            "card, a smaller target or fewer --draft-layers"
+        )
+    return with_budget(budget)
+
+
 @contextlib.contextmanager
 def memory_explained(job: Job) -> Iterator[None]:
     """An out-of-memory error becomes one line: which rank, what it held, the budget that would fit."""
@@ -1196,8 +1232,11 @@ def main() -> int:
         cache = world.together(lambda: compile_utils.use_cache(c.compile_cache or None), "--compile-cache")
 
         def with_budget(budget: int) -> Config:
-            return resolve(dataclasses.replace(asked, token_budget=budget), t, size, nodes)
+            settled = {"layout": c.layout, "drafters": c.drafters, "token_budget": budget}
+            return resolve(dataclasses.replace(asked, **settled), t, size, nodes)
 
+        if asked.token_budget == AUTO:
+            c = largest_that_fits(c, t, world, with_budget)
         world.together(lambda: refuse_hopeless(c, t, world, with_budget), "memory")
         run, place = choose_run(c, world)
         job = Job(c, t, world, ending, run, place)

@@ -113,14 +113,6 @@ def test_feature_buffers_are_those_of_the_stream(depth):
     assert estimate(q, "colocate").parts["features"] * depth == held
 
 
-def test_several_drafters_start_with_one_more_buffer():
-    """The throw-away passes of data parallelism: a resumed run already has its moments then."""
-    q = question("", "--drafters", 2, "--token-budget", 16384, ranks=3)
-    fresh, resumed = (estimate(q, "drafter", resume=r).parts["features"] for r in ("", "runs/001"))
-    assert estimate(q, "drafter", drafters=1).parts["features"] <= fresh < resumed
-    assert resumed == 1.5 * estimate(q, "drafter", drafters=1).parts["features"]
-
-
 # ---------------------------------------------------------------------------------------------------------
 # More of anything is never less
 
@@ -399,8 +391,27 @@ def test_measuring_runs_the_real_loops_on_every_rank(launcher, tmp_path, ranks, 
 CARD = "train.device_memory = lambda world: 600 * 2**20"
 
 
+def test_the_automatic_budget_is_the_largest_that_leaves_the_headroom(launcher, small, tmp_path):
+    """Of all ranks: the drafter's and the target's differ, the smaller one counts."""
+    cut = small.index("--token-budget")
+    flags = [*small[:cut], *small[cut + 2 :], "--token-budget", "auto", "--headroom", "10", "--steps", "1"]
+    ended = launcher.run(2, tmp_path / "run", *flags, plant=CARD.replace("600", "1250"))
+    assert ended.codes == [0, 0], ended.text
+    c = json.loads((tmp_path / "run" / "config.json").read_text())
+    q = question("", *flags[flags.index("--device") :], ranks=2)
+    have = int(1250 * memory.MIB * 0.9)
+    budgets = [memory.largest_token_budget(q.resolved, q.target, r, 2, have) for r in ("drafter", "target")]
+    assert c["token_budget"] == min(budgets) and min(budgets) % 128 == 0 and budgets[0] != budgets[1]
+
+
+def test_an_automatic_budget_needs_a_gpu(launcher, small, tmp_path):
+    cut = small.index("--token-budget")
+    ended = launcher.run(1, tmp_path / "run", *small[:cut], *small[cut + 2 :], "--token-budget", "auto")
+    assert ended.codes == [2] and "--token-budget auto: this run is on CPU" in ended.text
+
+
 def test_a_hopeless_launch_is_refused_before_anything_is_loaded(launcher, small, tmp_path):
-    plant = CARD + "\ntrain.Target.load = train.model.load_embedding_and_head = None"  # would crash
+    plant = CARD + "\ntrain.model.Target.load = train.model.load_embedding_and_head = None"  # would crash
     ended = launcher.run(2, tmp_path / "run", *small, plant=plant)
     assert ended.codes == [2, 2] and "Traceback" not in ended.text
     (line,) = [line for line in ended.text.splitlines() if line.startswith("train.py:")]
