@@ -155,7 +155,7 @@ def exposed_reduce(
     `drafters` of each node; every node's link carries the whole ring once in and once out.
     """
     ranks = drafters * nodes
-    if ranks == 1:
+    if ranks == 1 or not size:
         return 0.0
     moved = 2 * (ranks - 1) / ranks * size
     whole = max(moved / nvlink if drafters > 1 else 0.0, moved / link if nodes > 1 else 0.0)
@@ -805,19 +805,37 @@ def judge_balance(run: Run) -> Finding:
         return fail(told, f"torchrun --nproc_per_node={run.world_size} -m diagnose.comms", **data)
     if max(t, d) <= IDLE:
         return ok(told, **data)
-    of_target, of_drafter = busy(run)
-    c = run.config
-    each = Times(of_target * run.targets / c.batches_per_step, of_drafter * run.drafters / c.batches_per_step)
-    best = plans(each, Machine(run.world_size // run.nodes), 0, c.depth, 1.0)[0]
-    gain = best.batches_per_s * run.nodes / (c.batches_per_step / (run.median("step_ms") / 1000))
     side, other = ("targets", "drafters") if t > d else ("drafters", "targets")
     told += f": the {side} starve, the {other} are the bottleneck"
+    best, gain, kept = better_split(run)
     if gain < 1.1:
         return ok(f"{told}; no other split of these {run.world_size} ranks is faster", **data)
-    split = "--layout colocate" if best.layout == "colocate" else f"--drafters {best.drafters * run.nodes}"
-    told += f"; {split.removeprefix('--')} would be {gain:.1f} times as fast"
-    fix = f"torchrun --nproc_per_node={run.world_size} train.py --resume {run.path} {split}"
+    split = f"--drafters {best.drafters * run.nodes}"
+    told += f"; {split} would be {gain:.1f} times as fast"
+    fix = f"torchrun --nproc_per_node={run.world_size // run.nodes} train.py "
+    fix += (
+        f"--resume {run.path} {split}"
+        if kept
+        else f"{split} ...  # a new run: a resumed one keeps its batches"
+    )
     return warn(told, fix, gain=gain, **data)
+
+
+def better_split(run: Run) -> tuple[Plan | None, float, bool]:
+    """(the fastest split of a node for what its sides are busy with, times as fast as now, may this run be
+    resumed with it): a resumed run keeps its batches of a step.
+    """
+    c, (of_target, of_drafter) = run.config, busy(run)
+    each = Times(of_target * run.targets / c.batches_per_step, of_drafter * run.drafters / c.batches_per_step)
+    now = c.batches_per_step / (run.median("step_ms") / 1000)
+    found = (None, 0.0, True)
+    for per_step in (c.batches_per_step, 0):
+        listed = plans(each, Machine(run.world_size // run.nodes, run.nodes), per_step, c.depth, 0.0)
+        best = next((p for p in listed if p.layout == "split"), None)
+        gain = best.batches_per_s * run.nodes / now if best else 0.0
+        if gain > 1.1 * max(1.0, found[1]):
+            found = (best, gain, per_step > 0)
+    return found
 
 
 def feature_bytes(run: Run) -> float:
@@ -876,7 +894,11 @@ def checks(report: Report, args=None) -> None:
     """What `python -m diagnose` asks: is there a run going on here, and is it slower than it should be?"""
     going = [p.parent for p in Path("runs").glob("*/status.json") if '"running"' in read_text(p)]
     if going:
-        judge_run(report, max(going))
+        try:
+            judge_run(report, max(going))
+        except ValueError as error:
+            fix = f"python -m diagnose.throughput {max(going)}"
+            report.add("runs", warn(f"{error}", fix))
     else:
         report.add("runs", ok("none is going on in runs/; python -m diagnose.throughput predicts one"))
 
