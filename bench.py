@@ -394,6 +394,8 @@ def look_inside(job: train.Job, step: Callable[[int], object], steps: int = 3) -
                 wait(cuda)
     events = list(seen.profiler.kineto_results.events())
     work = device_work(events, cuda)
+    if not work:
+        return {"profile": "the profiler saw no kernel: is CUPTI allowed for this user?"}
     parts, total, kernels = split_time(work)
     copies = [e for e in events if cuda and "memcpy dtoh" in e.name().lower()]
     return {
@@ -687,7 +689,19 @@ def bench_decode(flags: list[str]) -> tuple[dict, int]:
     found |= {"torch": torch.__version__, "commit": commit(Path(__file__).parent)}
     found["gpu"] = torch.cuda.get_device_name(0) if r["device"] == "cuda" else "cpu"
     found["sizes"] = {"batch_size": r["batch_size"], "max_new_tokens": r["max_new_tokens"]}
-    return found | {k: r[k] for k in r if k not in ("differences", "by_source")}, code
+    found |= {k: r[k] for k in r if k not in ("differences", "by_source")}
+    t = TargetConfig.from_folder(r["target"])
+    read = t.parameters(t.layers, head=True) - (
+        0 if t.tied else t.vocab * t.hidden
+    )  # a token looks up one row
+    size = torch.empty(0, dtype=getattr(torch, r["dtype"])).element_size()
+    found |= {"bytes": read * size, "gbs": read * size / r["step_ms"] / 1e6}
+    found["ceiling_gbs"] = copy_gbs(torch.device(r["device"]))
+    print(
+        f"a token of the target alone reads {read * size / 1e6:.1f} MB of weights: {found['gbs']:.4g} GB/s, "
+        f"{100 * found['gbs'] / found['ceiling_gbs']:.0f}% of a copy"
+    )
+    return found, code
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -721,6 +735,8 @@ def rows_of(r: dict) -> Iterator[tuple[str, str]]:
         yield "context tokens", f"{r['tokens_per_s'] / 1000:.4g} K/s"
     if "update_ms" in r:
         yield "optimizer", f"{r['update_ms']:.1f} ms more (not in the median)"
+    if "profile" in r:
+        yield "breakdown", r["profile"]
     if "idle_share" in r:
         yield (
             "idle",

@@ -13,12 +13,13 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from conftest import TINY
 from launch import environment
 from torch.autograd import DeviceType
 
 import bench
 import data
-from model import DrafterConfig
+from model import DrafterConfig, Target, TargetConfig
 
 ROOT = Path(__file__).parent.parent
 SMALL = "--token-budget 256 --anchors 64 --draft-layers 1 --max-length 128 --device cpu".split()
@@ -112,7 +113,7 @@ def test_stream_moves_whole_features_and_tells_each_side_alone(home):
 def test_decode_is_decodes_own_timing(home, monkeypatch):
     def decoded(c) -> int:
         keys = "step_ms draft_ms verify_ms acceptance"
-        r = dict.fromkeys(keys.split(), 2.0) | {"target": "T", "dtype": c.dtype, "device": c.device}
+        r = dict.fromkeys(keys.split(), 2.0) | {"target": str(TINY), "dtype": c.dtype, "device": c.device}
         r |= {"batch_size": c.batch_size, "max_new_tokens": c.max_new_tokens, "differences": None}
         Path(c.json).write_text(json.dumps(r))
         return 0
@@ -120,6 +121,9 @@ def test_decode_is_decodes_own_timing(home, monkeypatch):
     monkeypatch.setattr(bench.decode, "decode", decoded)
     r, code = bench.bench_decode(["--max-new-tokens", "9", "--device", "cpu"])
     assert code == 0 and (r["bench"], r["sizes"]["max_new_tokens"], r["draft_ms"]) == ("decode", 9, 2.0)
+    t = TargetConfig.from_folder(TINY)
+    weights = sum(p.numel() for p in Target(t).parameters()) - (0 if t.tied else t.vocab * t.hidden)
+    assert r["bytes"] == 4 * weights and r["gbs"] == pytest.approx(4 * weights / 2e6)
 
 
 @pytest.mark.parametrize(

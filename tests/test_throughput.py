@@ -24,7 +24,7 @@ from diagnose.report import Report
 from diagnose.throughput import Machine, Times, exposed_reduce, pipeline, plans, split_plan
 
 ROOT = Path(__file__).parent.parent
-SMALL = "--token-budget 256 --anchors 64 --draft-layers 1 --device cpu".split()
+SMALL = "--token-budget 128 --anchors 32 --draft-layers 1 --device cpu".split()
 
 
 # ---------------------------------------------------------------------------------------------------------
