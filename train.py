@@ -591,6 +591,7 @@ def run_target(job: Job, sender: stream.Sender, pulse: "Pulse") -> None:
         pulse.end_step(step, {})
         if job.evaluates(step):
             send_evaluation(job, sender)
+    pulse.end()
     sender.close()
 
 
@@ -632,6 +633,7 @@ def run_drafter(job: Job, feed: Streamed | Colocated, pulse: "Pulse") -> None:
         if job.folder and (job.saves(step) or hurry):
             job.hurried |= hurry  # the last step may come too late for torchrun: keep this one at least
             save(job, step)
+    pulse.end()
 
 
 def wrap(job: Job) -> nn.Module:
@@ -881,6 +883,11 @@ class Pulse:
                 f"5 steps in a row with a non-finite gradient, up to step {seen}: lower --lr, check the data"
             )
         job.control.forget(min(self.logged, seen) if job.folder else seen)
+
+    def end(self) -> None:
+        """After the last step: decide on the steps that no later one has looked at."""
+        for late in range(self.job.last_step + 1, self.job.last_step + self.job.control.lag + 1):
+            self.decide(late)
 
     def log(self, upto: int) -> None:
         """Rank 0: one metrics line and one console line for each step that is known by now."""

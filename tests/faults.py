@@ -536,9 +536,10 @@ def look_at(plan: dict, found: dict, home: Path, run: Path, undisturbed: Path) -
     found["state"], found["why"] = status.get("state", "none"), status.get("why", "")
     steps = [p.name for p in sorted(run.glob("step-*"))]
     found["newest"] = int(steps[-1][5:]) if steps else 0
-    if not (home / "struck").exists():
-        return ["the fault never struck"]
     ended_well = found["launcher"] == 0 and found["state"] == "finished"
+    if not (home / "struck").exists():
+        found["outcome"] = "it had ended before the fault"
+        return [] if ended_well else ["the fault never struck"]
     finished = found["state"] == "finished" and found["newest"] == STEPS  # a fault after the last save
     if what == "goes on" and not ended_well:
         problems.append(f"did not go on: launcher {found['launcher']}, {status}")
@@ -705,7 +706,7 @@ def table(files: list[Path]) -> str:
     from tabulate import tabulate
 
     found = [json.loads(line) for file in files for line in file.read_text().splitlines()]
-    found = [f for f in found if "end_s" in f]
+    found = [f for f in found if "outcome" not in f]
     rows = []
     for kind, (what, roles, _) in KINDS.items():
         mine = [f for f in found if f["kind"] == kind]
@@ -726,7 +727,7 @@ def describe(p: dict) -> str:
     extra = "".join(
         f", {k}" for k in (p["compile"] and f"{p['compile']} compile", p["restarts"] and "restart") if k
     )
-    if "end_s" not in p:
+    if "outcome" in p:
         return f"seed {p['seed']:3d}  {where}{extra}: {p['outcome']}"
     after = f"{p['state']} after {p['end_s']:.1f} s, newest {p['newest']}"
     return f"seed {p['seed']:3d}  {where}{extra}: {after}  [{'; '.join(p['problems']) or 'ok'}]"

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from faults import KINDS, PHASES, Rig, compare_checkpoints, compare_metrics, make_plan, marked, wait_for_end
 from launch import ROOT, environment
+from test_train import NAN_FEATURES
 
 SHORT = [  # what test_train.py leaves: (kind, role)
     ("killed launcher", "launcher"), ("SIGINT", "launcher"), ("SIGHUP", "launcher"),
@@ -100,6 +101,21 @@ def test_the_disk_that_is_full_is_small(monkeypatch):
     seed = next(s for s in range(2000) if make_plan(s)["kind"] == "full disk")
     monkeypatch.delenv("FAULTS_MOUNTS", raising=False)
     assert "skipped" in rig.one(seed)["outcome"]
+
+
+# ---------------------------------------------------------------------------------------------------------
+# The last steps
+
+
+def test_a_run_whose_last_five_steps_are_bad_has_not_finished(launcher, small, tmp_path):
+    """Every step is looked at some steps later, the last ones at the end."""
+    flags = "--drafters 1 --batches-per-step 2 --steps 9 --save-every 3 --eval-every 20".split()
+    plant = NAN_FEATURES.format(when="batch.index >= 8")
+    ended = launcher.run(2, tmp_path / "run", *small, *flags, plant=plant)
+    assert ended.codes == [1, 1] and ended.status()["state"] == "failed", ended.text
+    assert ended.text.count("train.py: 5 steps in a row with a non-finite gradient, up to step 9") == 1
+    plant = NAN_FEATURES.format(when="batch.index >= 10")
+    assert launcher.run(2, tmp_path / "four", *small, *flags, plant=plant).good().status()["step"] == 9
 
 
 # ---------------------------------------------------------------------------------------------------------
