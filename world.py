@@ -268,7 +268,8 @@ class Ending:
                 self._end(self._failure(), 1)
             limit = STOP_LIMIT_S if self._world is not None else JOIN_LIMIT_S
             if self._signalled and now - self._signalled > limit:
-                self._end(f"{self.reason}, and the step did not end within {limit:.0f} s", 1)
+                what = "the step" if self.training else "loading or compiling"
+                self._end(f"{self.reason}, and {what} did not end within {limit:.0f} s", 1)
 
     def _failure(self) -> str:
         try:
