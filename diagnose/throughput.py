@@ -191,7 +191,7 @@ def plans(t: Times, m: Machine, per_step: int, depth: int, gradient: float, chun
             found.append(split_plan(times, m.gpus - drafters, drafters, mine, depth))
     found.sort(key=lambda p: -p.batches_per_s)
     near = [p for p in found if p.batches_per_s > 0.99 * found[0].batches_per_s] if found else []
-    near.sort(key=lambda p: (p.layout == "colocate", p.drafters))
+    near.sort(key=lambda p: p.drafters)
     return near + found[len(near) :]
 
 

@@ -361,6 +361,14 @@ def test_kernels_that_were_never_compiled_are_a_failure_on_a_gpu(job, capsys):
     assert found["kernels"][0] == "FAIL" and "rank 0 (drafter)" in found["kernels"][1]
 
 
+def test_a_cold_start_is_no_failure_and_a_missed_cache_a_warning(job, tmp_path, capsys):
+    log = "gate: rank 0 (drafter) 25.5 s, 0 hits, 7 misses (leader, compiled: the cache was empty)"
+    assert verdicts(job(drafters=6).write(log=log), capsys)["kernels"][0] == "ok"
+    log += "\nwarning: gate: rank 1 (drafter) 20.1 s, 0 hits, 7 misses (MISSED what rank 0 compiled: device)"
+    found = verdicts(Job(tmp_path / "again", drafters=6).write(log=log), capsys)
+    assert found["kernels"][0] == "warn" and "rank 1" in found["kernels"][1]
+
+
 def test_a_run_that_stands_still_and_one_that_has_not_begun(job, tmp_path, capsys):
     still = job(drafters=6).write(state="running")
     hour_ago = time.time() - 3600
