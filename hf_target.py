@@ -15,6 +15,7 @@ import importlib.util
 import itertools
 import math
 import os
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -53,6 +54,7 @@ def library():
         )
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
+    warnings.filterwarnings("ignore", module="transformers")
     return transformers
 
 
@@ -128,7 +130,9 @@ def read_config(folder: str | Path):
         raise ValueError(f"{path}: cannot be read (no such file): --target takes a model folder")
     transformers = library()
     kind = short(str(c.get("model_type")), 60)
-    if c.get("model_type") not in transformers.models.auto.configuration_auto.CONFIG_MAPPING:
+    if not isinstance(c.get("model_type"), str) or (
+        c["model_type"] not in transformers.models.auto.configuration_auto.CONFIG_MAPPING
+    ):
         code = "its own code (auto_map) is never run: " if "auto_map" in c else ""
         raise ValueError(
             f"{path}: model_type {kind} is unknown to transformers {transformers.__version__}: {code}"
@@ -283,6 +287,7 @@ def load(
 ) -> tuple[nn.Module, nn.Module, nn.ModuleList]:
     """The frozen model without the layers from `layers` on, which are never read; then as decoder_layers."""
     config = read_config(folder)
+    model.weight_files(folder)  # paths in an index cannot leave the folder
     whole, found = model_class(folder, config), []
 
     def cut(self, *args, **kwargs):

@@ -271,6 +271,7 @@ REFUSED = {
     "experts": (*CASES["mixtral"], dict(num_local_experts=1 << 40), "num_local_experts is 1099511627776"),
     "shape": (*CASES["mixtral"], dict(hidden_size=96), "cannot load the model"),
     "more-layers": (*CASES["mixtral"], dict(num_hidden_layers=5), None),  # only two are needed
+    "type": (*CASES["mixtral"], dict(model_type=["mixtral"]), "is unknown to transformers"),
     "words": (*CASES["mixtral"], dict(hidden_size="many"), "cannot|hidden_size"),
 }  # fmt: skip
 
@@ -297,6 +298,11 @@ def test_missing_weights_and_pickles_are_refused(tmp_path):
     save_file(weights, folder / "model.safetensors", {"format": "pt"})
     with pytest.raises(ValueError, match=r"weight model\.layers\.1\.self_attn\.q_proj\.weight is missing"):
         hf_target.Target.load(folder, layers=2, head=False)
+    index = {"weight_map": dict.fromkeys(weights, "../model.safetensors")}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(ValueError, match="is not a file of this folder"):
+        hf_target.Target.load(folder, layers=2, head=False)
+    (folder / "model.safetensors.index.json").unlink()
     (folder / "model.safetensors").unlink()
     torch.save(weights, folder / "pytorch_model.bin")
     with pytest.raises(ValueError, match="cannot load the model"):
