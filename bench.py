@@ -121,10 +121,16 @@ def config_of(name: str, flags: list[str], folder: Path, size: int) -> tuple[tra
         (folder / "config.json").write_text(json.dumps(MODELS[shape.model]))
         mine += ["--target", str(folder), "--data", "made-up.jsonl"]
     asked = train.parse_flags([*mine, *flags])
+    refuse_auto(asked)
     t = train.backend(asked).TargetConfig.from_folder(asked.folder)
     c = train.resolve(asked, t, size, 1)
     c.max_batch_size = -(-c.token_budget // c.max_length)
     return c, t
+
+
+def refuse_auto(c: train.Config) -> None:
+    if c.token_budget == train.AUTO:
+        raise ValueError("--token-budget auto: give the number that the run's config.json has")
 
 
 @contextlib.contextmanager

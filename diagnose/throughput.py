@@ -205,6 +205,10 @@ class Question:
         import train
 
         self.train, asked = train, train.parse_flags(flags)
+        if asked.token_budget == train.AUTO:
+            raise ValueError(
+                "--token-budget auto: give a number; python -m diagnose.memory tells the largest that fits"
+            )
         self.layout = asked.layout
         if ranks == 1:  # every split is looked at
             asked.layout, asked.drafters = "", 0

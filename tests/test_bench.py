@@ -131,6 +131,7 @@ def test_decode_is_decodes_own_timing(home, monkeypatch):
     [
         (["step", "--anchor-chunk", "-1"], "must be above 0"),
         (["step", "--no-such-flag"], "--no-such-flag"),
+        (["step", "--token-budget", "auto"], "give the number"),
         (["step", "--shape", "huge"], "invalid choice"),
         (["stream"], "torchrun --standalone --nproc_per_node=2"),
         (["compare", "only-one.json"], "two files"),

@@ -401,6 +401,24 @@ def test_a_real_run_on_the_cpu_is_read(launcher, small, tmp_path, capsys):
     assert found["speed"][0] == "skip" and "CRASH" not in {state for state, *_ in found.values()}
 
 
+def test_python_m_diagnose_judges_the_run_that_is_going_on(tmp_path, monkeypatch, capsys):
+    def asked() -> dict[str, str]:
+        report = Report("diagnose")
+        throughput.checks(report)
+        capsys.readouterr()
+        return {c["name"]: c["state"] for c in report.checks}
+
+    (tmp_path / "runs").mkdir()
+    monkeypatch.chdir(tmp_path)
+    assert asked() == {"runs": "ok"}
+    Job(tmp_path / "runs" / "001", drafters=6).write(state="finished")
+    assert asked() == {"runs": "ok"}
+    Job(tmp_path / "runs" / "002", drafters=7).write(state="running")
+    assert asked()["balance"] == "warn"
+    (tmp_path / "runs" / "002" / "config.json").write_text("{")
+    assert asked() == {"runs": "warn"}
+
+
 def test_a_folder_that_is_no_run_is_one_line_and_exit_2(tmp_path, capsys):
     assert throughput.main([str(tmp_path)]) == 2
     assert len(capsys.readouterr().err.splitlines()) == 1
@@ -452,6 +470,7 @@ def test_under_torchrun_the_prediction_is_held_against_a_run(tmp_path):
         (["--simulate", "target_ms=3"], "both or none"),
         (["--simulate", "speed=3"], "nodes=..."),
         (["--no-such-flag"], "--no-such-flag"),
+        (["--token-budget", "auto"], "diagnose.memory"),
     ],
 )
 def test_a_mistake_is_one_line_and_exit_2(arguments, told, capsys, monkeypatch):
