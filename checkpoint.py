@@ -26,6 +26,7 @@ from torch import Tensor
 
 from data import read_json, short
 from model import (
+    FLOATS,
     MOST_LAYERS,
     WIDEST,
     Drafter,
@@ -35,6 +36,7 @@ from model import (
     layer_kinds,
     load_embedding_and_head,
     number,
+    open_weights,
     parse_rope,
     real,
     switch,
@@ -617,72 +619,111 @@ def check_drafter(c: DrafterConfig, t: TargetConfig) -> None:
         )
 
 
-def load_export(
-    folder: Path, target: str | Path, device: torch.device | str = "cpu", dtype=torch.float32
-) -> Drafter:
-    """A drafter from an export, ours or published, with the embedding and head of its target; strict about
-    every name and shape.
+def find_drafter(path: Path, flag: str) -> Path:
+    """The export or checkpoint that a flag names; of a run folder the newest checkpoint."""
+    if (path / "state.json").is_file():
+        return path
+    if (path / "status.json").is_file():
+        if not (found := checkpoints(path)):
+            raise ValueError(f"{flag} {path}: a run without a checkpoint yet: wait for one")
+        return found[-1]
+    if not (path / "config.json").is_file():
+        raise ValueError(f"{flag} {path}: not found: give an export, a run folder or a checkpoint")
+    return path
+
+
+def drafter_shape(place: Path, t: TargetConfig, target: str | Path) -> DrafterConfig:
+    """The shape of a checkpoint's drafter or of an export, ours or published, made for this target.
+
+    ValueError says what does not fit. Reads headers only; strict about every name and shape: what the config
+    promises is compared before anything is allocated by it.
     """
-    t = TargetConfig.from_folder(target)
+    saved = (place / "state.json").is_file()
     try:
-        c = read_json(Path(folder) / "config.json", "export it again")
-        if c is None:
-            raise ValueError("no config.json")
-        weights = {}
-        for path in weight_files(folder):
-            weights |= load_file(path)
-        config = parse_export(c, t, weights["fc.weight"].shape[1])
-        check_drafter(config, t)
+        stored = stored_weights(place)
+        c = saved_shape(place) if saved else exported_shape(place, t, stored["fc.weight"][0][1])
+        fits = (t.hidden, t.vocab, t.layers) == (c.hidden, c.vocab, c.target_layers)
+        if fits:
+            check_drafter(c, t)
+            c = dataclasses.replace(c, softcap=c.softcap or getattr(t, "softcap", 0.0))
     except BROKEN as error:
+        kind = "a whole checkpoint" if saved else "a drafter export"
+        fix = "another one" if saved else "the export folder of a checkpoint, or a published drafter"
+        raise ValueError(f"{place}: not {kind} ({reason(error)}): give {fix}") from None
+    if not fits:
+        theirs, ours = ((x.hidden, x.vocab, n) for x, n in ((c, c.target_layers), (t, t.layers)))
         raise ValueError(
-            f"{folder}: not a drafter export ({reason(error)}): give the export folder of a checkpoint"
-        ) from None
-    if (t.hidden, t.vocab, t.layers) != (config.hidden, config.vocab, config.target_layers):
-        raise ValueError(
-            f"{folder}: an export for another target than {target}: give the target it was trained with"
+            f"{place}: made for another target than {target} (hidden size, vocabulary, layers {theirs}, not "
+            f"{ours}): give the target it was trained with"
         )
-    return _fill(folder, config, weights, export_name, target, device, dtype)
+    with torch.device("meta"):
+        nothing = torch.empty(c.vocab, c.hidden)
+        shapes = {n: list(p.shape) for n, p in Drafter(c, nothing, nothing).named_parameters()}
+    shapes = shapes if saved else {export_name(n): shape for n, shape in shapes.items()}
+    if stored.keys() != shapes.keys():
+        odd = short(min(stored.keys() ^ shapes.keys()), 60)
+        raise ValueError(f"{place}: weight {odd} is missing or unknown: export the checkpoint again")
+    for name, shape in shapes.items():
+        found, kind = stored[name]
+        if found != shape or kind not in FLOATS:
+            raise ValueError(
+                f"{place}: {name} is {short(str(found), 60)} of {kind}, expected {shape} floats: export the "
+                "checkpoint again"
+            )
+    return c
+
+
+def stored_weights(place: Path) -> dict[str, tuple[list[int], str]]:
+    """Shape and type of each weight in a folder's safetensors files."""
+    found = {}
+    for path in weight_files(place):
+        with open_weights(path) as shard:
+            for name in shard.keys():
+                part = shard.get_slice(name)
+                found[name] = (part.get_shape(), part.get_dtype())
+    return found
+
+
+def saved_shape(place: Path) -> DrafterConfig:
+    """The drafter of a checkpoint's state.json, its values not yet checked."""
+    fields = read_state(place).get("drafter")
+    known = {f.name for f in dataclasses.fields(DrafterConfig)}
+    if not isinstance(fields, dict) or fields.keys() != known:
+        raise ValueError("state.json does not describe a drafter")
+    return DrafterConfig(**{name: tuple(v) if isinstance(v, list) else v for name, v in fields.items()})
+
+
+def exported_shape(folder: Path, t: TargetConfig, fc_width: int) -> DrafterConfig:
+    c = read_json(folder / "config.json", "export it again")
+    if c is None:
+        raise ValueError("no config.json")
+    return parse_export(c, t, fc_width)
+
+
+@torch.no_grad()
+def fill(drafter: Drafter, place: Path) -> None:
+    """Copy the weights of a checkpoint or an export into a drafter of `drafter_shape(place)`."""
+    saved = (place / "state.json").is_file()
+    try:
+        weights = {}
+        for path in weight_files(place):
+            weights |= load_file(path)
+        for name, p in drafter.named_parameters():
+            w = weights[name if saved else export_name(name)]
+            if not w.isfinite().all():
+                raise ValueError(f"{name} is not finite")
+            p.copy_(w)
+    except BROKEN as error:
+        raise ValueError(f"{place}: {reason(error)}: give another checkpoint or export") from None
 
 
 def load_drafter(
-    place: Path, target: str | Path, device: torch.device | str = "cpu", dtype=torch.float32
+    place: str | Path, target: str | Path, device: torch.device | str = "cpu", dtype=torch.float32
 ) -> Drafter:
-    """The drafter of a checkpoint, its weights in full precision; ValueError if it does not fit."""
-    t = TargetConfig.from_folder(target)
-    try:
-        fields = read_state(place).get("drafter")
-        known = {f.name for f in dataclasses.fields(DrafterConfig)}
-        if not isinstance(fields, dict) or fields.keys() != known:
-            raise ValueError("state.json does not describe a drafter")
-        config = DrafterConfig(**{name: tuple(v) if isinstance(v, list) else v for name, v in fields.items()})
-        check_drafter(config, t)
-        weights = load_file(place / "model.safetensors")
-    except BROKEN as error:
-        raise ValueError(f"{place}: not a whole checkpoint ({reason(error)}): give another one") from None
-    if (t.hidden, t.vocab, t.layers) != (config.hidden, config.vocab, config.target_layers):
-        raise ValueError(f"{place}: trained for another target than {target}: give --target")
-    return _fill(place, config, weights, str, target, device, dtype)
-
-
-def _fill(
-    place: Path, config: DrafterConfig, weights: dict[str, Tensor], name_of: Callable, target, device, dtype
-) -> Drafter:
-    """A drafter with these weights, in which our parameter `name` is called name_of(name)."""
-    with torch.device("meta"):  # compared before anything is allocated by the config
-        nothing = torch.empty(config.vocab, config.hidden)
-        shapes = {name_of(n): p.shape for n, p in Drafter(config, nothing, nothing).named_parameters()}
-    if weights.keys() != shapes.keys():
-        odd = short(min(weights.keys() ^ shapes.keys()), 60)
-        raise ValueError(f"{place}: weight {odd} is missing or unknown: export the checkpoint again")
-    for name, shape in shapes.items():
-        w = weights[name]
-        if w.shape != shape or not w.is_floating_point():
-            raise ValueError(
-                f"{place}: {name} is {short(str(list(w.shape)), 60)} of {w.dtype}, expected {list(shape)} "
-                "floats: export the checkpoint again"
-            )
+    """The drafter of a checkpoint or an export, its weights in full precision, with the embedding and head of
+    its target in `dtype`; ValueError if it does not fit.
+    """
+    config = drafter_shape(Path(place), TargetConfig.from_folder(target), target)
     drafter = Drafter(config, *load_embedding_and_head(target, device, dtype))
-    with torch.no_grad():
-        for name, p in drafter.named_parameters():
-            p.copy_(weights[name_of(name)])
+    fill(drafter, Path(place))
     return drafter.to(device)

@@ -561,17 +561,7 @@ def find_draft(given: str, target: str) -> Path:
                 "`torchrun --standalone --nproc_per_node=2 train.py`, or give --draft"
             )
         given = str(max(runs, key=lambda run: (run / "status.json").stat().st_mtime))
-    place = Path(given)
-    if (place / "state.json").is_file():
-        return place
-    if (place / "status.json").is_file():  # a run folder
-        found = checkpoint.checkpoints(place)
-        if not found:
-            raise ValueError(f"--draft {place}: a run without a checkpoint yet: wait for one")
-        return found[-1]
-    if not (place / "config.json").is_file():
-        raise ValueError(f"--draft {place}: not found: give an export, a run folder or a checkpoint")
-    return place
+    return checkpoint.find_drafter(Path(given), "--draft")
 
 
 def finished(run: Path, target: str) -> bool:
@@ -598,8 +588,7 @@ def load_models(c: argparse.Namespace, device: torch.device, dtype: torch.dtype)
     """(target folder, draft folder, target, drafter); the drafter shares the target's embedding and head."""
     place = find_draft(c.draft, c.target)
     folder = Path(target_of(place, c.target) or TINY)
-    load = checkpoint.load_drafter if (place / "state.json").is_file() else checkpoint.load_export
-    drafter = load(place, folder, device, dtype).to(dtype).requires_grad_(False)
+    drafter = checkpoint.load_drafter(place, folder, device, dtype).to(dtype).requires_grad_(False)
     target = Target.load(folder, device, dtype, progress=sys.stderr.isatty())
     drafter.embedding, drafter.head = target.embed_tokens.weight.detach(), target.head_VH.detach()
     return folder, place, target, drafter

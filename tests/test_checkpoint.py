@@ -159,7 +159,7 @@ def test_training_goes_on_while_a_checkpoint_is_written(tmp_path, slow_disk):
     for i, entry in then[1]["state"].items():
         assert all(torch.equal(now[1]["state"][i][k], entry[k]) for k in entry)
     assert not torch.equal(next(other.parameters()), next(drafter.parameters()))  # it did go on
-    exported = checkpoint.load_export(place / "export", TINY)
+    exported = checkpoint.load_drafter(place / "export", TINY)
     assert all(
         torch.equal(a.bfloat16(), b.bfloat16())
         for a, b in zip(exported.parameters(), other.parameters(), strict=True)
@@ -423,7 +423,7 @@ def test_an_export_gives_the_trained_drafters_block_outputs(tmp_path):
     """Of its weights rounded to bf16, exactly."""
     drafter = make_drafter(layers=3)
     checkpoint.export(drafter, tmp_path)
-    back = checkpoint.load_export(tmp_path, TINY)
+    back = checkpoint.load_drafter(tmp_path, TINY)
     assert back.c == drafter.c
     exact, _ = block_outputs(drafter)
     with torch.no_grad():
@@ -470,7 +470,7 @@ def test_rope_scaling_and_windows_survive_an_export(tmp_path):
     }
     drafter = make_drafter(layers=2, rope_scaling=scaling, windows=(0, 16))
     checkpoint.export(drafter, tmp_path)
-    back = checkpoint.load_export(tmp_path, TINY)
+    back = checkpoint.load_drafter(tmp_path, TINY)
     assert back.c == drafter.c and torch.equal(back.freq, drafter.freq)
 
 
@@ -499,5 +499,5 @@ def test_an_export_that_does_not_fit_is_refused(tmp_path, what):
     elif what == "cut":
         damage(export / "model.safetensors", "cut")
     with pytest.raises(ValueError, match="export") as error:
-        checkpoint.load_export(export, target)
+        checkpoint.load_drafter(export, target)
     assert "\n" not in str(error.value)

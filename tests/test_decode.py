@@ -543,7 +543,7 @@ FORMS = (nest_block_size, flatten_all, old_rope, new_rope, no_ids, least)
 @pytest.mark.parametrize("form", FORMS, ids=lambda f: f.__name__)
 def test_a_drafter_published_in_another_form_is_the_same(form, tmp_path):
     wanted = tiny_drafter(rope_theta=5e5)
-    back = checkpoint.load_export(published(tmp_path, form, wanted), TINY)
+    back = checkpoint.load_drafter(published(tmp_path, form, wanted), TINY)
     assert back.c == wanted.c
     for p, w in zip(back.parameters(), wanted.parameters(), strict=True):
         assert torch.equal(p, w.bfloat16().float())
@@ -554,7 +554,8 @@ def test_taps_that_are_not_named_follow_the_width_of_fc(tmp_path):
     for taps in (1, 2, 3, 4):
         drafter = tiny_drafter(layers=1, taps=taps)
         folder = published(tmp_path / str(taps), no_ids, drafter)
-        assert checkpoint.load_export(folder, TINY).c.ids == drafter.c.ids == tuple(model.tap_layers(6, taps))
+        back = checkpoint.load_drafter(folder, TINY)
+        assert back.c.ids == drafter.c.ids == tuple(model.tap_layers(6, taps))
 
 
 def test_sliding_layers_are_read_from_either_form(tmp_path):
@@ -565,7 +566,7 @@ def test_sliding_layers_are_read_from_either_form(tmp_path):
         c["max_window_layers"] = 1
 
     for i, change in enumerate((lambda c: None, by_depth)):
-        back = checkpoint.load_export(published(tmp_path / str(i), change, drafter), TINY)
+        back = checkpoint.load_drafter(published(tmp_path / str(i), change, drafter), TINY)
         assert back.c.windows == (0, 24)
 
 
@@ -585,13 +586,13 @@ BROKEN_FORMS = {
 def test_a_form_that_does_not_fit_is_one_line(name, tmp_path):
     folder = published(tmp_path, BROKEN_FORMS[name], tiny_drafter())
     with pytest.raises(ValueError, match="not a drafter export") as error:
-        checkpoint.load_export(folder, TINY)
+        checkpoint.load_drafter(folder, TINY)
     assert "\n" not in str(error.value)
 
 
 def test_a_drafter_in_several_files_is_read_whole(tmp_path):
     checkpoint.export(tiny_drafter(), tmp_path)
-    wanted = checkpoint.load_export(tmp_path, TINY)
+    wanted = checkpoint.load_drafter(tmp_path, TINY)
     weights = load_file(tmp_path / "model.safetensors")
     (tmp_path / "model.safetensors").unlink()
     halves, index = (sorted(weights)[::2], sorted(weights)[1::2]), {}
@@ -599,5 +600,5 @@ def test_a_drafter_in_several_files_is_read_whole(tmp_path):
         save_file({n: weights[n] for n in names}, tmp_path / f"part{i}.safetensors")
         index |= {n: f"part{i}.safetensors" for n in names}
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
-    back = checkpoint.load_export(tmp_path, TINY)
+    back = checkpoint.load_drafter(tmp_path, TINY)
     assert all(torch.equal(a, b) for a, b in zip(back.parameters(), wanted.parameters(), strict=True))

@@ -802,7 +802,7 @@ def exports(rng, folder, base):
         assert math.isfinite(c.eps) and c.eps > 0, f"eps {c.eps}"
         assert torch.isfinite(drafter.freq).all(), "RoPE frequencies are not finite"
 
-    return Attempt(lambda: checkpoint.load_export(place, TINY), (str(place),), what, accepted=sane)
+    return Attempt(lambda: checkpoint.load_drafter(place, TINY), (str(place),), what, accepted=sane)
 
 
 @kind(40)

@@ -254,7 +254,7 @@ def test_a_second_run_leaves_the_first_alone(launcher, small, first_run):
 
 def test_export_of_a_run_reads_back_as_the_trained_drafter(first_run):
     place = first_run[0] / "001" / "step-000006"
-    trained, back = load_file(place / "model.safetensors"), checkpoint.load_export(place / "export", TINY)
+    trained, back = load_file(place / "model.safetensors"), checkpoint.load_drafter(place / "export", TINY)
     for name, p in back.state_dict().items():
         assert torch.equal(p, trained[name].bfloat16().float())
 
