@@ -248,7 +248,7 @@ class Ending:
             return json.loads(self._store.compare_set("failure", "", json.dumps(mine)))
         except (RuntimeError, ValueError):  # the launcher, which keeps the store, is gone
             leader = self._world.node * self._world.per_node
-            return mine | {"rank": leader} if lost else mine  # a node says it once
+            return mine | {"rank": leader} if lost or isinstance(error, UserError) else mine  # once a node
 
     def finished(self) -> None:
         self._over.set()

@@ -637,11 +637,11 @@ def soak(rig: Rig, steps: int) -> int:
     home = Path(tempfile.mkdtemp(prefix="soak-", dir=rig.folder))
     run, keep, problems = home / "run", 3, []
     tiny = [*rig.flags("1+1", steps), *"--token-budget 128 --anchors 8 --max-length 128".split()]
-    tiny += f"--batches-per-step 1 --save-every 50 --keep {keep} --eval-every {steps // 5}".split()
+    tiny += f"--batches-per-step 1 --save-every 50 --keep {keep} --eval-every {steps // 100}".split()
     for part, flags in enumerate(([*tiny, "--out", run], ["--resume", run])):
         samples = watch(rig, home, flags, steps // 2 if part == 0 else 0)
         for rank, seen in sorted(samples.items()):
-            early, late = ([median(part) for part in zip(*s, strict=True)] for s in halves(seen))
+            early, late = ([median(part) for part in zip(*s, strict=True)] for s in late_thirds(seen))
             problems += [f"rank {rank} grew"] if late[1] > early[1] + 8 or late[2:] > early[2:] else []
             shown = zip(early, late, ("of the steps", "MiB", "handles", "threads"), strict=True)
             grown = ", ".join(f"{a:.0f} to {b:.0f} {name}" for a, b, name in shown)
@@ -693,10 +693,10 @@ def watch(rig: Rig, home: Path, flags: list, stop_at: int) -> dict[str, list[tup
     return samples
 
 
-def halves(seen: list[tuple]) -> tuple[list[tuple], list[tuple]]:
-    """The samples of the first third, and of the last."""
+def late_thirds(seen: list[tuple]) -> tuple[list[tuple], list[tuple]]:
+    """The samples of the second third, and of the last; in the first the pictures grow to their full size."""
     third = max(1, len(seen) // 3)
-    return seen[:third], seen[-third:]
+    return seen[third : 2 * third], seen[-third:]
 
 
 def median(values) -> float:
