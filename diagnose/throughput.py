@@ -640,7 +640,7 @@ class Run:
     nodes: int
     records: list[dict]
     log: str
-    state: str
+    status: dict
     age_s: float  # since the metrics were written to
     gpu: str
     ceiling: float
@@ -657,38 +657,63 @@ class Run:
     def targets(self) -> int:
         return self.world_size if self.colocate else self.world_size - self.drafters
 
+    @property
+    def state(self) -> str:
+        return str(self.status.get("state", "unknown"))
+
     def median(self, key: str) -> float:
-        return statistics.median(m[key] for m in self.records)
+        """Of the newest 200 steps; 0 where this is not logged."""
+        return statistics.median(m.get(key, 0.0) for m in self.records[-200:])
+
+
+NEEDED = ("step", "step_ms", "tokens_per_s", "wait_target", "wait_drafter")
 
 
 def read_run(path: Path) -> Run:
-    """ValueError where it is no run folder."""
+    """A run folder since its last start; ValueError where it is none."""
     import checkpoint
     import train
 
     saved = checkpoint.read_config(path)
-    size = int(saved.get("world_size") or 1)
+    size = saved.get("world_size") or 1
+    if type(size) is not int:
+        raise ValueError(f"{path}/config.json: world_size is no number: start the run anew")
     known = {f.name for f in dataclasses.fields(train.Config)}
     given = {k: v for k, v in saved.items() if k in known}
     train.check_values(given, f"{path}/config.json: {{}}: start the run anew")
     c = train.Config(**given)
-    found = re.search(r" on (\d+) node", read_text(path / "train.log"))
-    nodes = int(found[1]) if found else 1
+    log = last_start(read_text(path / "train.log"))
+    nodes, resumed = re.search(r" on (\d+) node", log), re.search(r"^resumed from .*: (\d+) of ", log, re.M)
+    nodes, after = int(nodes[1]) if nodes else 1, int(resumed[1]) if resumed else 0
     t = train.backend(c).TargetConfig.from_folder(c.folder)
     c = train.resolve(c, t, size, nodes)
-    steps = [m for m in checkpoint.read_metrics(path) if m.get("step_ms") and m.get("step", 0) > 0]
-    metrics, log = path / "metrics.jsonl", read_text(path / "train.log")
+    steps = [m for m in checkpoint.read_metrics(path) if isinstance(m, dict)]
+    steps = [m for m in steps if all(type(m.get(k)) in (int, float) for k in NEEDED)]
+    steps = [m for m in steps if m["step"] > after and m["step_ms"] > 0]
+    metrics = path / "metrics.jsonl"
     age = time.time() - metrics.stat().st_mtime if metrics.exists() else 0.0
-    try:
-        state = json.loads(read_text(path / "status.json") or "{}").get("state", "unknown")
-    except (ValueError, AttributeError):
-        state = "unknown"
-    gpu = str(saved.get("gpu") or ("" if re.search(r", cpu float", log) else gpu_name()))
-    ceiling = float(saved.get("ceiling_tflops") or 0) * 1e12 or ceiling_of(gpu)
-    if re.search(r", cpu float", log):
-        gpu, ceiling = "cpu", 0.0
+    gpu = str(saved.get("gpu") or gpu_name())
+    if ", cpu float" in log:
+        gpu = "cpu"
+    elif gpu == "cpu":  # this machine has none, the run's had
+        gpu = ""
     skipped = min(5, len(steps) // 4)  # the first ones fill buffers and caches
-    return Run(path, c, t, size, nodes, steps[skipped:], log, state, age, gpu, ceiling)
+    return Run(path, c, t, size, nodes, steps[skipped:], log, status(path), age, gpu, ceiling_of(gpu))
+
+
+def last_start(log: str) -> str:
+    """The part of a log since the run was last started or resumed, by its banner."""
+    starts = [m.start() for m in re.finditer(r"^run .* \| target ", log, re.M)]
+    return log[starts[-1] :] if starts else log
+
+
+def status(path: Path) -> dict:
+    """status.json; empty where it is missing or damaged."""
+    try:
+        found = json.loads(read_text(path / "status.json") or "{}")
+    except ValueError:
+        return {}
+    return found if isinstance(found, dict) else {}
 
 
 def read_text(path: Path) -> str:
@@ -722,16 +747,9 @@ def judge_progress(run: Run) -> Finding:
     told = f"{run.state}, step {last['step']}, {run.median('tokens_per_s') / 1000:.3g} Ktok/s, "
     told += f"step {1000 * step:.0f} ms, eta {clock(last.get('eta_s') or 0.0)}"
     if run.state == "running" and run.age_s > max(120.0, 20 * step):
-        fix = f"py-spy dump --pid {run_pid(run)}  # of rank 0; an evaluation or a save takes its time too"
+        fix = f"py-spy dump --pid {run.status.get('pid', 'PID')}  # rank 0; an evaluation takes its time too"
         return fail(f"no step for {run.age_s:.0f} s: {told}", fix)
     return ok(told, tokens_per_s=run.median("tokens_per_s"), step_ms=1000 * step)
-
-
-def run_pid(run: Run) -> str:
-    try:
-        return str(json.loads(read_text(run.path / "status.json")).get("pid", "PID"))
-    except (ValueError, AttributeError):
-        return "PID"
 
 
 def judge_kernels(run: Run) -> Finding:
@@ -777,7 +795,7 @@ def judge_speed(run: Run) -> list[Finding]:
             continue
         what = "target" if side == "target" else "step"
         fix = f"python bench.py {what} {shlex.join(flags_of(run))}  # the kernels alone"
-        loading = statistics.median([m.get("wait_data", 0.0) for m in run.records])
+        loading = run.median("wait_data")
         if side != "drafter" and loading > IDLE / 2:
             told += f"; {100 * loading:.0f}% of a step goes into making batches: a slow data loader"
             fix = "nproc; iostat -x 1 3  # more cores, or the token cache on a local disk"
@@ -896,7 +914,9 @@ def judge_run(report: Report, path: Path) -> None:
 
 def checks(report: Report, args=None) -> None:
     """What `python -m diagnose` asks: is there a run going on here, and is it slower than it should be?"""
-    going = [p.parent for p in Path("runs").glob("*/status.json") if '"running"' in read_text(p)]
+    going = [
+        p.parent for p in Path("runs").glob("*/status.json") if status(p.parent).get("state") == "running"
+    ]
     if going:
         try:
             judge_run(report, max(going))

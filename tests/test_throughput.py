@@ -214,7 +214,7 @@ class Job:
         t = train.TargetConfig.from_folder(target)
         self.c = train.resolve(c, t, self.size, 1)
         d = train.DrafterConfig.of(t, self.c.draft_layers, self.c.block_size, self.c.taps, 0)
-        ceiling = throughput.ceiling_of("NVIDIA H200")
+        ceiling = throughput.ceiling_of(gpu) or throughput.ceiling_of("NVIDIA H200")
         # At 55% of the ceiling, in ms of a batch.
         self.target = 1000 * t.prefill_flops(self.c.token_budget, max(d.ids) + 1) / ceiling / 0.55
         self.drafter = 1000 * d.step_flops(self.c.token_budget, self.c.anchors, 1000) / ceiling / 0.55
@@ -283,16 +283,21 @@ def test_a_run_near_the_ceiling_is_fine(job, capsys):
     assert not bad(found), found
 
 
-def test_4_6_instead_of_20_ktok_s_with_idle_targets_is_recognised(job, capsys):
-    """Everything runs, the loss falls, GPUs look busy; three drafters take several times what they should."""
-    healthy = job(drafters=3, token_budget=8192, anchors=4096)
-    slow = healthy.drafter * 4.5
-    healthy.drafter = slow
-    found = verdicts(healthy.write(), capsys)
-    assert "Ktok/s" in found["progress"][1]
+def test_4_6_instead_of_20_ktok_s_with_idle_targets_is_recognised(job, tmp_path, capsys):
+    """Eight GPUs of 96 GB, three of them drafters: everything runs, the loss falls, the targets idle."""
+    story = dict(
+        gpu="NVIDIA RTX PRO 6000 Blackwell Server Edition", drafters=3, token_budget=8192, anchors=2048
+    )
+    healthy = verdicts(Job(tmp_path / "healthy", **story).write(), capsys)
+    assert 17 < float(re.search(r"([\d.]+) Ktok/s", healthy["progress"][1])[1]) < 25, healthy
+    assert not {name for name in bad(healthy) if "speed" in name}
+    slow = job(**story)
+    slow.drafter *= 4.2
+    found = verdicts(slow.write(), capsys)
+    assert 4 < float(re.search(r"([\d.]+) Ktok/s", found["progress"][1])[1]) < 5, found
     state, told, fix = found["drafter speed"]
     assert state == "FAIL" and fix.startswith("python bench.py step --target"), found
-    assert float(re.search(r"([\d.]+) times", told)[1]) == pytest.approx(4.1, abs=0.5)
+    assert float(re.search(r"([\d.]+) times", told)[1]) == pytest.approx(0.5 / 0.55 * 4.2, abs=0.3)
     assert found["target speed"][0] == "ok" and "the targets starve" in found["balance"][1]
 
 
@@ -387,6 +392,22 @@ def test_a_small_model_bound_by_its_launches_is_not_called_broken(job, capsys):
     small.target, small.drafter = 39.0, 19.0
     found = verdicts(small.write(), capsys)
     assert not {name for name in bad(found) if "speed" in name}, found
+
+
+def test_only_what_came_after_the_last_start_is_judged(job, capsys):
+    """Five slow steps with uncompiled kernels, then a resume that is fine; and lines that are damaged."""
+    resumed = job(drafters=6).write(
+        change=lambda m, i: m.update(step_ms=m["step_ms"] * (9 if i <= 25 else 1))
+    )
+    good = (resumed / "train.log").read_text()
+    old = "run R | target T | x\ngate: rank 0 (drafter) 0.2 s, 0 hits, 0 misses (already compiled or eager)\n"
+    now = "run R | target T | x\nresumed from R/step-000025: 25 of 60 steps done\n"
+    (resumed / "train.log").write_text(old + now + good)
+    with open(resumed / "metrics.jsonl", "a") as file:
+        file.write('[1]\n{"step": "x"}\n{"step": 61, "step_ms": null}\n{"step": 62, "st')
+    assert not bad(verdicts(resumed, capsys))
+    (resumed / "train.log").write_text(old + good)
+    assert "kernels" in bad(verdicts(resumed, capsys))
 
 
 def test_an_unknown_gpu_is_no_verdict_on_its_speed(job, capsys):
