@@ -14,9 +14,12 @@ import torch
 from model import TILE, DrafterConfig, TargetConfig
 
 GIB, MIB = 2**30, 2**20
-CONTEXT = 640 * MIB  # CUDA context, loaded kernels and cuBLAS workspaces of a process
+# Measured on an H200 with torch 2.11, the allocator's part fitted to 15 configurations (docs/memory.md).
+CONTEXT = {"drafter": 1320 * MIB, "target": 770 * MIB, "colocate": 1320 * MIB}  # CUDA, its loaded kernels
 NCCL = 448 * MIB  # communicators of a rank that has peers
-FRAGMENTS = 0.03  # of what comes and goes: rounding and holes of the caching allocator
+FRAGMENTS = 0.055  # of what comes and goes: holes that the caching allocator leaves
+WORKSPACE = {"drafter": 390 * MIB, "target": 100 * MIB, "colocate": 390 * MIB}  # of products, and rounding
+RETURNING = 2.2  # times a layer's weight gradients, when they come back to the holes of earlier chunks
 CPU_BASE = 700 * MIB  # a process that has imported torch
 TIGHT = 0.05  # less headroom than this share of the card is worth a warning
 MOST_TOKENS = 1 << 22
@@ -58,10 +61,10 @@ def estimate(c, t: TargetConfig, role: str, ranks: int, size: int = 2) -> Estima
 
 def estimates(c, t: TargetConfig, role: str, ranks: int, size: int = 2) -> list[Estimate]:
     """One for each moment that can be the largest."""
-    d = DrafterConfig.of(t, c.draft_layers, c.block_size, c.taps, 0)
+    d = c.drafter(t)
     held = standing(c, t, d, role, size)
     return [
-        Estimate(role, moment, finish(held | parts, ranks, size))
+        Estimate(role, moment, finish(held | parts, c, d, role, ranks, size))
         for moment, parts in moments(c, t, d, role, size).items()
     ]
 
@@ -101,12 +104,17 @@ def moments(c, t: TargetConfig, d: DrafterConfig, role: str, size: int) -> dict[
     return found
 
 
-def finish(parts: dict[str, int], ranks: int, size: int) -> dict[str, int]:
+def finish(parts: dict[str, int], c, d: DrafterConfig, role: str, ranks: int, size: int) -> dict[str, int]:
     """Add what lives outside the tensors. fp32 means the CPU: no context, no caching allocator."""
-    passing = sum(parts[name] for name in PASSING)
-    parts["allocator"] = int(FRAGMENTS * passing)
-    parts["CUDA and NCCL"] = CPU_BASE if size == 4 else CONTEXT + (NCCL if ranks > 1 else 0)
-    return parts
+    if size == 4:
+        return parts | {"CUDA and NCCL": CPU_BASE}
+    holes = WORKSPACE[role]
+    if role != "target":  # what a target's formula counts too much is more than its holes
+        holes += int(FRAGMENTS * sum(parts[name] for name in PASSING))
+        if c.anchors > 2 * c.anchor_chunk:
+            holes += int(RETURNING * 4 * d.layer_parameters())
+    outside = CONTEXT[role] + (NCCL if ranks > 1 else 0)
+    return parts | {"allocator": holes, "CUDA and NCCL": outside}
 
 
 def search(fits: Callable[[int], bool], step: int, most: int) -> int:

@@ -957,11 +957,10 @@ class DrafterConfig:
 
     def context_moments(self, tokens: int, slots: int, chunks: int, size: int = 2) -> dict[str, int]:
         """Bytes of the context's own backward, after the last chunk's; chunks before it left a gradient."""
-        h, kv = self.hidden, self.kv_heads * self.head_dim
+        h = self.hidden
         left = self.context_gradient_bytes(tokens + slots, size) if chunks > 1 else 0
         new = self.context_gradient_bytes(tokens + (slots if chunks == 1 else 0), size)
-        of_all = 3 * tokens * h * size + self.layers * tokens * 2 * kv * size
-        of_all += (4 + size) * len(self.ids) * h * h
+        of_all = 2 * tokens * h * size + (4 + size) * len(self.ids) * h * h
         return {"backward of the context": self.context_bytes(tokens, size) + left + new + of_all}
 
     @staticmethod
@@ -1212,8 +1211,12 @@ class ChunkedCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def rows(total: int, vocab: int) -> int:
-        """Rows of logits at a time; those of one part live together with their gradient."""
-        parts = -(-total // max(1, ChunkedCrossEntropy.ELEMENTS // vocab))
+        """Rows of logits at a time; those of one part live together with their gradient.
+
+        Parts of one size where a number near the least allows it: another size is another graph to compile.
+        """
+        least = -(-total // max(1, ChunkedCrossEntropy.ELEMENTS // vocab))
+        parts = next((n for n in range(least, 2 * least) if total % n == 0), least)
         return -(-total // parts)
 
     @staticmethod

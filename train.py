@@ -30,6 +30,7 @@ see_one_gpu()
 import argparse
 import contextlib
 import dataclasses
+import functools
 import math
 import resource
 import sys
@@ -85,6 +86,9 @@ class Config:
     eval_data: list[str] = option([], "held-out data, JSONL (default: 3%% of --data, at most 512 documents)")
     out: str = option("", "run folder (default: the next free runs/NNN)")
     resume: str = option("", "go on with a run: RUN (its newest checkpoint) or RUN/step-NNNNNN")
+    init_draft: str = option(
+        "", "start from an export, a published drafter or a checkpoint: its shape and weights"
+    )
     layout: str = option("", "split: a rank drafts or runs the target; colocate: every rank does both")
     drafters: int = option(0, "ranks that draft, over the world; the others run the target")
     token_budget: int = option(
@@ -97,7 +101,7 @@ class Config:
     )
     block_size: int = option(0, "tokens of a block, B (16)")
     draft_layers: int = option(0, "layers of the drafter (5)")
-    taps: int = option(5, "target layers whose outputs the drafter sees, K")
+    taps: int = option(0, "target layers whose outputs the drafter sees, K (5)")
     anchors: int = option(0, "anchors of a batch, A (a quarter of the token budget)")
     anchor_chunk: int = option(
         0, "anchors at a time: memory follows this, the result does not (at most 2048)"
@@ -127,12 +131,26 @@ class Config:
     def folder(self) -> Path:
         return Path(self.target) if self.target else TINY
 
+    def drafter(self, t: TargetConfig, mask_token: int = 0) -> DrafterConfig:
+        """The shape of the run's drafter: that of what it starts from, else that of the flags."""
+        if self.init_draft:
+            return shape_to_start_from(self.init_draft, self.resume, self.target, self.target_backend)
+        return DrafterConfig.of(t, self.draft_layers, self.block_size, self.taps, mask_token)
+
 
 def backend(c: Config) -> types.ModuleType:
     """Whose TargetConfig, Target and load_embedding_and_head the run uses."""
     if c.target_backend not in ("native", "transformers"):
         raise ValueError(f"--target-backend {data.short(c.target_backend, 40)}: give native or transformers")
     return hf_target if c.target_backend == "transformers" else model
+
+
+@functools.cache  # asked for many times, and the folder of --init-draft may go once the run has a checkpoint
+def shape_to_start_from(init_draft: str, resume: str, target: str, target_backend: str) -> DrafterConfig:
+    c = Config(target=target, target_backend=target_backend)
+    place = checkpoint.find_checkpoint(Path(resume))[1] if resume else None
+    place = place or checkpoint.find_drafter(Path(init_draft), "--init-draft")
+    return checkpoint.drafter_shape(place, backend(c).TargetConfig.from_folder(c.folder), c.folder)
 
 
 class Parser(argparse.ArgumentParser):
@@ -177,6 +195,10 @@ def parse_flags(argv: list[str] | None = None, restarted: str = "") -> Config:
     if given.get("resume"):
         if "out" in given:
             raise ValueError("--out with --resume: a resumed run stays in its folder: leave --out out")
+        if "init_draft" in given and not restarted:
+            raise ValueError(
+                "--init-draft with --resume: a resumed run goes on from its checkpoint: leave one of them out"
+            )
         run, _ = checkpoint.find_checkpoint(Path(given["resume"]))
         saved = checkpoint.read_config(run)
         if saved.pop("world_size", 0) != int(os.environ.get("WORLD_SIZE", 1)):
@@ -217,11 +239,12 @@ def check_values(values: dict, place: str) -> None:
 def resolve(c: Config, t: TargetConfig, world_size: int, nodes: int) -> Config:
     """Fill in what was left open and check the rest; ValueError names the flag and what would do."""
     tiny = not c.target
-    c = dataclasses.replace(c)
+    c = take_shape(c, c.drafter(t)) if c.init_draft else dataclasses.replace(c)
     if c.token_budget in (0, AUTO):
         c.token_budget = 1024 if tiny else 16384
     c.block_size = c.block_size or (8 if tiny else 16)
     c.draft_layers = c.draft_layers or (2 if tiny else 5)
+    c.taps = c.taps or 5
     c.gamma = c.gamma or model.default_gamma(c.block_size)
     c.max_length = c.max_length or min(4096, t.max_position, c.token_budget)
     c.anchors = c.anchors or max(1, c.token_budget // 4)
@@ -273,10 +296,24 @@ def resolve(c: Config, t: TargetConfig, world_size: int, nodes: int) -> Config:
     return resolve_split(c, t, world_size, nodes)
 
 
+def take_shape(c: Config, d: DrafterConfig) -> Config:
+    """The shape of --init-draft in place of the defaults; ValueError for a flag that contradicts it."""
+    shape = {"block_size": d.block_size, "draft_layers": d.layers, "taps": len(d.ids)}
+    shape |= {"mask_token_id": d.mask_token}
+    for name, value in shape.items():
+        if (given := getattr(c, name)) not in (getattr(Config, name), value):
+            raise ValueError(
+                f"--{name.replace('_', '-')} {given}: {data.short(c.init_draft, 100)} of --init-draft has "
+                f"{value}: leave it out"
+            )
+    return dataclasses.replace(c, **shape)
+
+
 def check_fp8(c: Config, t: TargetConfig) -> None:
     """ValueError where a product of the drafter has a size that 8-bit products cannot have."""
-    sizes = {"hidden size": t.hidden, "intermediate size": t.intermediate, "vocabulary": t.vocab}
-    sizes |= {"size of the keys": t.kv_heads * t.head_dim, "size of the queries": t.heads * t.head_dim}
+    d = c.drafter(t)
+    sizes = {"hidden size": d.hidden, "intermediate size": d.intermediate, "vocabulary": d.vocab}
+    sizes |= {"size of the keys": d.kv_heads * d.head_dim, "size of the queries": d.heads * d.head_dim}
     sizes["--anchor-chunk times --block-size"] = c.anchor_chunk * c.block_size
     for name, size in sizes.items():
         if size % fp8.MULTIPLE:
@@ -303,7 +340,7 @@ def resolve_split(c: Config, t: TargetConfig, world_size: int, nodes: int) -> Co
                 "--layout split: needs 2 ranks a node, one target and one drafter: give --layout colocate"
             )
         if not c.drafters:
-            d = DrafterConfig.of(t, c.draft_layers, c.block_size, c.taps, 0)
+            d = c.drafter(t)
             ours = d.step_flops(c.token_budget, c.anchors)
             theirs = t.prefill_flops(c.token_budget, max(d.ids) + 1)
             fits = [
@@ -406,9 +443,9 @@ class Job:
         facts = world.gather(self.batches.facts if self.batches else None)
         self.facts = next(f for f in facts if f)
         self.notes = [self.facts["note"]] if self.facts["note"] else []
-        self.drafter_config = DrafterConfig.of(
-            t, c.draft_layers, c.block_size, c.taps, self.facts["mask_token"]
-        )
+        self.drafter_config = c.drafter(t, self.facts["mask_token"])
+        if c.init_draft and len(set(map(str, world.gather(self.drafter_config)))) > 1:
+            raise UserError(f"--init-draft {c.init_draft}: the nodes hold different drafters: copy it anew")
         self.total_steps = c.steps or c.epochs * steps_per_epoch(c, self.facts["batches"])
         self.eval_every = c.eval_every or -(-self.total_steps // (10 if c.target else 5))
         self.save_every = c.save_every or -(-self.total_steps // 4)
@@ -441,6 +478,12 @@ class Job:
             )
         else:
             self.world.together(lambda: None, "target")
+        if c.init_draft and not self.place:
+            self.world.together(lambda: self.fill() if self.world.drafts else None, "--init-draft")
+
+    def fill(self) -> None:
+        """The weights of --init-draft into the fp32 masters."""
+        checkpoint.fill(self.drafter, checkpoint.find_drafter(Path(self.c.init_draft), "--init-draft"))
 
     def end_by_force(self, why: str) -> None:
         """What is said when no step ends any more; a failure elsewhere has been said by its rank."""
@@ -991,6 +1034,7 @@ def gate(job: Job) -> None:
         work = warm_up(job)
     d = job.drafter_config
     shape = (d.hidden, d.intermediate, d.heads, d.kv_heads, d.head_dim, d.vocab)
+    shape += d.windows if any(d.windows) else ()
     key = f"T{c.token_budget} A{c.anchor_chunk} B{d.block_size} {shape} {job.dtype}"
     share_cache(job, f"{key} {source}", say)
     try:
@@ -1109,7 +1153,8 @@ def device_memory(world: World) -> int:
     if world.device.type != "cuda":
         return 0
     free, total = torch.cuda.mem_get_info()
-    ours = torch.cuda.memory_reserved() + headroom.CONTEXT + (headroom.NCCL if world.size > 1 else 0)
+    context = headroom.CONTEXT[headroom.role_name(world.role)]
+    ours = torch.cuda.memory_reserved() + context + (headroom.NCCL if world.size > 1 else 0)
     return min(total, free + ours)
 
 
@@ -1178,6 +1223,8 @@ def banner(job: Job) -> Iterator[str]:
         f"{job.total_steps} steps of {c.batches_per_step} batch(es) of {c.token_budget} tokens, {c.anchors} "
         f"anchors | evaluation every {job.eval_every}, checkpoint every {job.save_every}"
     )
+    if c.init_draft and not job.place:
+        yield f"starts from {c.init_draft}"
     for note in job.notes:
         yield f"note: {note}"
 

@@ -229,7 +229,7 @@ class Traced:
                 partition_fn=min_cut_rematerialization_partition,
                 decompositions=select_decomp_table(),
             )
-        self.live.ignore(values)
+        self.live.ignore((values, inputs))
         self.live.paused = True  # tracing it, the first time
         try:
             with config.patch(ban_recompute_materialized_backward=False):  # as compile_utils.compile has it
@@ -585,7 +585,9 @@ SUITE = (  # those with the same shapes next to each other: the second finds the
     ("qwen3-4b", "drafter", MIDDLE),
     ("qwen3-4b", "target", MIDDLE),
     ("qwen3-4b", "colocate", MIDDLE),
+    ("qwen3-8b", "drafter", "--token-budget 12288"),
     ("qwen3-8b", "drafter", "--token-budget 49152"),
+    ("qwen3-8b", "drafter", "--token-budget 49152 --fp8"),
     ("qwen3-8b", "target", SMALL),
     ("qwen3-8b", "target", "--token-budget 49152"),
     ("qwen3-8b", "colocate", "--token-budget 49152"),
