@@ -1211,12 +1211,8 @@ class ChunkedCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def rows(total: int, vocab: int) -> int:
-        """Rows of logits at a time; those of one part live together with their gradient.
-
-        Parts of one size where a number near the least allows it: another size is another graph to compile.
-        """
-        least = -(-total // max(1, ChunkedCrossEntropy.ELEMENTS // vocab))
-        parts = next((n for n in range(least, 2 * least) if total % n == 0), least)
+        """Rows of logits at a time; those of one part live together with their gradient."""
+        parts = -(-total // max(1, ChunkedCrossEntropy.ELEMENTS // vocab))
         return -(-total // parts)
 
     @staticmethod
