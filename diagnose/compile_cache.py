@@ -473,7 +473,7 @@ def _job(flags: list[str], light: bool):
     c = train.parse_flags(flags)
     if c.target and not c.data:
         c.data = ["unread"]  # shapes do not depend on it
-    t = model.TargetConfig.from_folder(c.folder)
+    t = train.backend(c).TargetConfig.from_folder(c.folder)
     alone = dataclasses.replace(c, drafters=0, layout="colocate", batches_per_step=0)
     c = train.resolve(alone, t, 1, 1)  # the split over ranks does not change the shapes
     job = object.__new__(train.Job)
