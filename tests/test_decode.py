@@ -602,3 +602,88 @@ def test_a_drafter_in_several_files_is_read_whole(tmp_path):
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
     back = checkpoint.load_drafter(tmp_path, TINY)
     assert all(torch.equal(a, b) for a, b in zip(back.parameters(), wanted.parameters(), strict=True))
+
+
+# ---------------------------------------------------------------------------------------------------------
+# train.py --init-draft
+
+
+def without(flags: list[str], name: str) -> list[str]:
+    at = flags.index(name)
+    return flags[:at] + flags[at + 2 :]
+
+
+@pytest.mark.parametrize(("part", "exact"), [("", 1e-6), ("step-000030/export", 2e-2)])
+def test_a_run_goes_on_from_what_another_one_left(part, exact, run, launcher, small, tmp_path):
+    """Its first evaluation is the other run's last, and its shape needs no flag; then it stands alone."""
+    start = shutil.copytree(run, tmp_path / "start") / part
+    flags = ["--init-draft", start, "--steps", 4, "--save-every", 2, "--eval-every", 4]
+    first = launcher.run(2, tmp_path / "new", *without(small, "--draft-layers"), *flags).good()
+    last = [json.loads(m) for m in (run / "metrics.jsonl").read_text().splitlines()][-1]
+    begun = first.records()[0]
+    assert begun["step"] == 0 and begun["eval_loss"] == pytest.approx(last["eval_loss"], rel=exact)
+    assert begun["eval_tau"] == pytest.approx(last["eval_tau"], rel=exact * 10)
+    assert begun["eval_loss"] < 0.9 * run_loss(run, 0)
+    saved = json.loads((tmp_path / "new" / "config.json").read_text())
+    assert saved["init_draft"] == str(start) and saved["draft_layers"] == 1 and saved["block_size"] == 8
+    shutil.rmtree(tmp_path / "start")  # the checkpoints of the new run have all it needs
+    shutil.rmtree(tmp_path / "new" / "step-000004")
+    again = launcher.run(1, None, "--resume", tmp_path / "new").good()
+    again.folder = tmp_path / "new"
+    assert [m["loss"] for m in again.records() if m["step"]] == pytest.approx(
+        [m["loss"] for m in first.records() if m["step"]], rel=1e-5
+    )
+
+
+def run_loss(run: Path, step: int) -> float:
+    lines = (run / "metrics.jsonl").read_text().splitlines()
+    return next(m["eval_loss"] for m in map(json.loads, lines) if m["step"] == step and "eval_loss" in m)
+
+
+def test_a_published_drafter_of_another_shape_is_trained_on(launcher, small, tmp_path):
+    """Other heads, width, taps, block size, RoPE and a sliding layer: none of them is the default."""
+    shape = dict(layers=2, taps=3, heads=2, kv_heads=1, head_dim=24, intermediate=96, block_size=6)
+    drafter = tiny_drafter(**shape, windows=(0, 24), rope_theta=5e4, mask_token=7)
+    start = published(tmp_path / "published", nest_block_size, drafter)
+    flags = ["--init-draft", start, "--steps", 6, "--save-every", 6, "--eval-every", 6, "--lr", 3e-3]
+    done = launcher.run(1, tmp_path / "run", *without(small, "--draft-layers"), *flags).good()
+    back = checkpoint.load_drafter(tmp_path / "run" / "step-000006", TINY)
+    assert back.c == drafter.c
+    given = checkpoint.load_drafter(start, TINY)
+    moved = [(a - b).abs().max().item() for a, b in zip(back.parameters(), given.parameters(), strict=True)]
+    assert all(0 < m < 0.1 for m in moved)  # each parameter is trained on, none starts anew
+    losses = [m["loss"] for m in done.records() if m["step"]]
+    assert losses[-1] < losses[0]
+    assert checkpoint.load_drafter(tmp_path / "run" / "step-000006" / "export", TINY).c == drafter.c
+
+
+def of_another_size(folder: Path) -> Path:
+    drafter = tiny_drafter()
+    c = dataclasses.replace(drafter.c, hidden=64)
+    tables = (torch.ones(c.vocab, 64),) * 2
+    return published(folder, lambda config: None, Drafter(c, *tables))
+
+
+UNFIT = {
+    "hidden size": (of_another_size, "", "another target"),
+    "nowhere": (lambda folder: folder / "nowhere", "", "--init-draft"),
+    "contradiction": (lambda folder: published(folder, no_ids, tiny_drafter()), "--block-size 16", "has 8"),
+    "taps": (lambda folder: published(folder, no_ids, tiny_drafter()), "--taps 3", "has 5"),
+    "mask": (lambda folder: published(folder, no_ids, tiny_drafter()), "--mask-token-id 5", "has 4"),
+    "form": (lambda folder: published(folder, BROKEN_FORMS["window"], tiny_drafter()), "", "sliding_window"),
+}
+
+
+@pytest.mark.parametrize("name", UNFIT)
+def test_a_start_that_does_not_fit_is_refused_in_one_line(name, launcher, small, tmp_path):
+    make, flags, said = UNFIT[name]
+    flags = ["--init-draft", make(tmp_path / "export"), *flags.split()]
+    ended = launcher.run(2, tmp_path / "run", *without(small, "--draft-layers"), *flags)
+    err = "".join(ended.err)
+    assert ended.codes == [2, 2] and len(err.splitlines()) == 1 and err.startswith("train.py: ")
+    assert said in err and not (tmp_path / "run").exists(), err
+
+
+def test_init_draft_is_of_no_use_to_a_resumed_run(run, launcher):
+    ended = launcher.run(1, None, "--resume", run, "--init-draft", run)
+    assert ended.codes == [2] and "leave one of them out" in ended.text
