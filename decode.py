@@ -17,6 +17,7 @@ C capacity of a cache, V vocabulary, H hidden, K tapped layers.
 import argparse
 import collections
 import dataclasses
+import itertools
 import json
 import sys
 import time
@@ -592,6 +593,55 @@ def load_models(c: argparse.Namespace, device: torch.device, dtype: torch.dtype)
     target = Target.load(folder, device, dtype, progress=sys.stderr.isatty())
     drafter.embedding, drafter.head = target.embed_tokens.weight.detach(), target.head_VH.detach()
     return folder, place, target, drafter
+
+
+# ---------------------------------------------------------------------------------------------------------
+# Beside training: what --eval-decode of train.py calls
+
+ROWS = 4  # prompts at a time
+
+
+def held_out_prompts(corpus: data.Corpus, docs, count: int, max_length: int) -> list[Prompt]:
+    """`count` recorded answers, evenly spread over these documents: what stands before each is the prompt,
+    and a new answer may be as long as the recorded one.
+    """
+    found = []
+    for doc in docs.tolist():
+        low, high = corpus.offsets[doc : doc + 2].tolist()
+        high = min(high, low + max_length)
+        mask = [0, *corpus.mask[low:high].tolist(), 0]
+        edges = [i for i, (a, b) in enumerate(itertools.pairwise(mask)) if a != b]
+        source = corpus.source_names[corpus.source[doc]]
+        for first, end in zip(edges[::2], edges[1::2], strict=True):
+            first = max(first, 1)  # a text without a prompt: its first token is one
+            if end - first > 1:  # else there is no block
+                ids = corpus.tokens[low : low + first].tolist()
+                found.append(Prompt(ids, end, source, f"document {doc}"))
+    count = min(count, len(found))
+    return [found[i * len(found) // count] for i in range(count)]
+
+
+def acceptance(target: Target, drafter: Drafter, prompts: list[Prompt], stops: list[int]) -> tuple[int, int]:
+    """(answer tokens after the first, blocks drafted) of greedy answers, decoded eagerly."""
+    room = max(p.limit for p in prompts) + drafter.c.block_size
+    plain = plain_copy(drafter, target)
+    engine = Engine(target, plain, stops, min(ROWS, len(prompts)), -(-room // CHUNK) * CHUNK)
+    if engine.device.type == "cuda":
+        engine.use_chunks()  # so that a long prompt takes no more memory than a short one
+    answers = engine.run(prompts, True).answers
+    return sum(len(a.ids) - 1 for a in answers), sum(sum(a.jumps) for a in answers)
+
+
+def plain_copy(drafter: Drafter, target: Target) -> Drafter:
+    """A drafter in training as an export would have it: the target's dtype, products not in 8-bit floats."""
+    with torch.device("meta"):
+        nothing = torch.empty(drafter.c.vocab, drafter.c.hidden)
+        plain = Drafter(drafter.c, nothing, nothing)
+    plain = plain.to(target.dtype).to_empty(device=target.embed_tokens.weight.device).requires_grad_(False)
+    plain.load_state_dict(drafter.state_dict())
+    plain.embedding, plain.head = target.embed_tokens.weight.detach(), target.head_VH.detach()
+    plain.freq = drafter.freq
+    return plain
 
 
 # ---------------------------------------------------------------------------------------------------------

@@ -23,6 +23,7 @@ RETURNING = 2.2  # times a layer's weight gradients, when they come back to the 
 CPU_BASE = 700 * MIB  # a process that has imported torch
 TIGHT = 0.05  # less headroom than this share of the card is worth a warning
 MOST_TOKENS = 1 << 22
+DECODED_AT_A_TIME = 4  # prompts, by --eval-decode (decode.ROWS)
 ROLES = ("drafter", "target", "colocate")
 PARTS = (
     "weights",
@@ -82,7 +83,8 @@ def standing(c, t: TargetConfig, d: DrafterConfig, role: str, size: int) -> dict
         tables = 2 * size if c.fp8 or not t.tied else size  # an 8-bit head has both layouts
         parts["embedding and head"] = d.vocab * d.hidden * tables
     if role != "drafter":
-        parts["target weights"] = t.parameters(max(d.ids) + 1) * size
+        whole = (t.layers, True) if decodes(c, role) else (max(d.ids) + 1, False)
+        parts["target weights"] = t.parameters(*whole) * size
     parts["features"] = feature_buffer * (1 if role == "colocate" else c.depth)
     return parts
 
@@ -92,6 +94,8 @@ def moments(c, t: TargetConfig, d: DrafterConfig, role: str, size: int) -> dict[
     found, tokens = {}, c.token_budget
     if role != "drafter":
         found["features"] = {"target activations": t.features_bytes(tokens, size)}
+    if decodes(c, role):
+        found["decoding"] = {"target activations": decoding_bytes(c, t, d, size)}
     if role != "target":
         chunks = -(-c.anchors // c.anchor_chunk)
         context = d.context_bytes(tokens, size)
@@ -102,6 +106,19 @@ def moments(c, t: TargetConfig, d: DrafterConfig, role: str, size: int) -> dict[
         for moment, all_of_it in d.context_moments(tokens, slots, chunks, size).items():
             found[moment] = {"context": all_of_it}
     return found
+
+
+def decodes(c, role: str) -> bool:
+    """--eval-decode: does this rank hold the whole target, and decode at evaluations?"""
+    return role == "colocate" and c.eval_decode > 0
+
+
+def decoding_bytes(c, t: TargetConfig, d: DrafterConfig, size: int) -> int:
+    """The caches of both models, the drafter in the compute dtype, the logits of a block."""
+    rows = min(DECODED_AT_A_TIME, c.eval_decode)
+    of_token = 2 * size * (t.layers * t.kv_heads * t.head_dim + d.layers * d.kv_heads * d.head_dim)
+    caches = rows * (c.max_length + d.block_size) * of_token
+    return caches + size * d.parameters() + 3 * size * rows * d.block_size * t.vocab
 
 
 def finish(parts: dict[str, int], c, d: DrafterConfig, role: str, ranks: int, size: int) -> dict[str, int]:

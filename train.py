@@ -49,6 +49,7 @@ from torch import Tensor, nn
 import checkpoint
 import compile_utils
 import data
+import decode
 import fp8
 import headroom
 import hf_target
@@ -118,6 +119,7 @@ class Config:
     save_every: int = option(0, "steps between checkpoints (a quarter of the run)")
     keep: int = option(3, "newest checkpoints to keep, 0 for all")
     eval_every: int = option(0, "steps between evaluations (a tenth of the run)")
+    eval_decode: int = option(0, "held-out prompts to decode at each evaluation, where ranks do both (none)")
     compile_cache: str = option("", "folder of compiled kernels (~/.cache/blockdraft)")
     mask_token_id: int = option(-1, "mask token (default: the tokenizer's, or one nothing uses)")
     max_bad_lines: int = option(100, "broken lines to skip before giving up")
@@ -130,6 +132,11 @@ class Config:
     @property
     def folder(self) -> Path:
         return Path(self.target) if self.target else TINY
+
+    @property
+    def decodes(self) -> bool:
+        """Are held-out prompts decoded at evaluations? That takes a rank with the whole target."""
+        return self.eval_decode > 0 and self.layout == "colocate"
 
     def drafter(self, t: TargetConfig, mask_token: int = 0) -> DrafterConfig:
         """The shape of the run's drafter: that of what it starts from, else that of the flags."""
@@ -262,7 +269,8 @@ def resolve(c: Config, t: TargetConfig, world_size: int, nodes: int) -> Config:
     for name in (positive + "clip epochs depth").split():
         if not getattr(c, name) > 0:
             raise ValueError(f"--{name.replace('_', '-')} {getattr(c, name)}: must be above 0")
-    for name in "steps batches_per_step save_every keep eval_every max_bad_lines drafters seed".split():
+    not_below = "steps batches_per_step save_every keep eval_every eval_decode max_bad_lines drafters seed"
+    for name in not_below.split():
         if getattr(c, name) < 0:
             raise ValueError(f"--{name.replace('_', '-')} {getattr(c, name)}: must not be below 0")
     if c.mask_token_id < -1:
@@ -289,6 +297,10 @@ def resolve(c: Config, t: TargetConfig, world_size: int, nodes: int) -> Config:
         raise ValueError(f"--headroom {c.headroom:g}: a percentage, at least 0 and below 100")
     if not 0 <= c.warmup_ratio < 1:
         raise ValueError(f"--warmup-ratio {c.warmup_ratio}: must be at least 0 and below 1")
+    if c.eval_decode and backend(c) is not model:
+        raise ValueError(
+            f"--eval-decode with --target-backend {c.target_backend}: no cache to decode with: leave it out"
+        )
     if c.device not in ("", "cuda", "cpu"):
         raise ValueError(f"--device {data.short(c.device, 40)}: give cuda or cpu")
     if c.fp8:
@@ -393,6 +405,10 @@ class Batches:
             data.pack(corpus.lengths, docs, c.token_budget, c.max_batch_size, c.seed)
             for corpus, docs in ((self.corpus, train_docs), (self.held_out, eval_docs))
         )
+        self.prompts, self.stops = [], []
+        if c.decodes:
+            self.prompts = decode.held_out_prompts(self.held_out, eval_docs, c.eval_decode, c.max_length)
+            self.stops = decode.stop_tokens(tokenizer)
         mask_token = None if c.mask_token_id < 0 else c.mask_token_id
         self.facts = {
             "batches": self.plan.batches,
@@ -443,6 +459,11 @@ class Job:
         facts = world.gather(self.batches.facts if self.batches else None)
         self.facts = next(f for f in facts if f)
         self.notes = [self.facts["note"]] if self.facts["note"] else []
+        if c.eval_decode and not c.decodes:
+            where = f"--target {c.folder} --draft {run}"
+            self.notes.append(
+                f"--eval-decode: no rank has both models; beside the run: python decode.py {where}"
+            )
         self.drafter_config = c.drafter(t, self.facts["mask_token"])
         if c.init_draft and len(set(map(str, world.gather(self.drafter_config)))) > 1:
             raise UserError(f"--init-draft {c.init_draft}: the nodes hold different drafters: copy it anew")
@@ -463,9 +484,8 @@ class Job:
         show = self.world.local == 0 or self.world.place == self.world.drafters_per_node
         if self.world.runs_target:
             place = (c.folder, self.device, self.dtype)
-            self.target = self.world.together(
-                lambda: backend(c).Target.load(*place, max(d.ids) + 1, False, show), "target"
-            )
+            parts = (None, True) if c.decodes else (max(d.ids) + 1, False)  # training needs no more
+            self.target = self.world.together(lambda: backend(c).Target.load(*place, *parts, show), "target")
         else:
             self.world.together(lambda: None, "target")
         if self.world.drafts:
@@ -812,7 +832,8 @@ def evaluate(job: Job, feed: Streamed | Colocated) -> dict:
         dist.all_reduce(sums, group=job.world.draft_group)
     loss, weight, right, slots, prefix, blocks_seen = totals.tolist()
     tokens, drafted = walked.tolist()
-    return {
+    decoded = {"decode_tau": decode_held_out(job)} if c.decodes else {}
+    return decoded | {
         "eval_loss": loss / max(weight, 1e-9),
         "eval_acc": right / max(slots, 1),
         "eval_acc_len": 1 + prefix / max(blocks_seen, 1),
@@ -820,6 +841,17 @@ def evaluate(job: Job, feed: Streamed | Colocated) -> dict:
         "eval_acc_by_slot": (by_slot[0] / by_slot[1].clamp(min=1)).tolist(),
         "eval_tau_by_source": {s: a / b for s, a, b in zip(sources, tokens, drafted, strict=True) if b},
     }
+
+
+def decode_held_out(job: Job) -> float:
+    """Tokens per target pass of --eval-decode's prompts, decoded greedily, a share of them on each rank."""
+    mine, done = job.batches.prompts[job.world.rank :: job.world.size], (0, 0)
+    if mine:
+        done = decode.acceptance(job.target, job.drafter, mine, job.batches.stops)
+    sums = torch.tensor(done, dtype=torch.float32, device=job.device)
+    dist.all_reduce(sums, group=job.world.draft_group)
+    tokens, blocks = sums.tolist()
+    return tokens / max(blocks, 1)
 
 
 def every_anchor(batch: data.Batch, chunk: int) -> Tensor:
@@ -994,6 +1026,7 @@ class Pulse:
         folder.say(
             f"eval {step:05d} | loss {result['eval_loss']:.4f} | acc {100 * result['eval_acc']:.1f}% "
             f"| acc_len {result['eval_acc_len']:.2f} (teacher-forced) | tau {result['eval_tau']:.2f} | "
+            + (f"decoded {result['decode_tau']:.2f} | " if "decode_tau" in result else "")
             + ", ".join(f"{s} {tau:.2f}" for s, tau in result["eval_tau_by_source"].items())
         )
         checkpoint.draw_curves(folder.path, f"{self.job.c.folder.name}: {folder.path}")

@@ -687,3 +687,42 @@ def test_a_start_that_does_not_fit_is_refused_in_one_line(name, launcher, small,
 def test_init_draft_is_of_no_use_to_a_resumed_run(run, launcher):
     ended = launcher.run(1, None, "--resume", run, "--init-draft", run)
     assert ended.codes == [2] and "leave one of them out" in ended.text
+
+
+# ---------------------------------------------------------------------------------------------------------
+# train.py --eval-decode
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_decoding_at_an_evaluation_gives_its_tau(ranks, run, launcher, small, tmp_path):
+    """The held-out answers are the target's own, so walking them and decoding them anew is the same."""
+    flags = ["--init-draft", run, "--steps", 2, "--eval-every", 2, "--layout", "colocate"]
+    done = launcher.run(
+        ranks, tmp_path / "run", *without(small, "--draft-layers"), *flags, "--eval-decode", 999
+    )
+    evaluations = [m for m in done.good().records() if "eval_tau" in m]
+    assert len(evaluations) == 2 and evaluations[0]["eval_tau"] > 1.05
+    for m in evaluations:
+        assert m["decode_tau"] == pytest.approx(m["eval_tau"], rel=1e-5)
+        assert f"| tau {m['eval_tau']:.2f} | decoded {m['decode_tau']:.2f} |" in done.text
+
+
+def test_where_ranks_are_of_one_side_decoding_is_told_of_once(run, launcher, small, tmp_path):
+    flags = ["--init-draft", run, "--steps", 1, "--eval-decode", 2]
+    done = launcher.run(2, tmp_path / "run", *without(small, "--draft-layers"), *flags).good()
+    assert done.text.count("--eval-decode: no rank has both models") == 1
+    assert not any("decode_tau" in m for m in done.records())
+
+
+def test_held_out_prompts_are_spread_and_end_where_the_answer_begins(tmp_path):
+    tokenizer = data.load_tokenizer(TINY)
+    corpus = data.load_corpus([str(TINY / "eval.jsonl")], tokenizer, 256, tmp_path, 0)
+    docs = torch.arange(len(corpus)).numpy()
+    everything = decode.held_out_prompts(corpus, docs, 10**6, 256)
+    texts = [json.loads(line) for line in (TINY / "eval.jsonl").read_text().splitlines()]
+    wanted = [ids for record in texts for ids in decode.prompt_ids(record, tokenizer, True)]
+    assert [p.ids for p in everything] == wanted
+    few = decode.held_out_prompts(corpus, docs, 6, 256)
+    assert few == [everything[i * len(everything) // 6] for i in range(6)]
+    assert all(len(p.ids) < p.limit <= 256 for p in everything)
+    tokenizer.close()
