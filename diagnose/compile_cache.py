@@ -483,7 +483,7 @@ def _job(flags: list[str], light: bool):
     job.device = torch.device("cuda", 0) if gpu else torch.device("cpu")
     job.dtype = torch.bfloat16 if gpu else torch.float32
     job.facts = {"mask_token": 0}
-    d = job.drafter_config = model.DrafterConfig.of(t, c.draft_layers, c.block_size, c.taps, 0)
+    d = job.drafter_config = c.drafter(t)
     job.shapes = stream.Shapes(c.token_budget, c.anchors, c.max_batch_size, len(d.ids) * t.hidden, job.dtype)
     if light:
         job.drafter, job.optimizer = types.SimpleNamespace(), None

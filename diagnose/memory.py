@@ -58,7 +58,7 @@ from headroom import (
     roles_of,
     said,
 )
-from model import TILE, DrafterConfig, TargetConfig
+from model import TILE, TargetConfig
 
 # ---------------------------------------------------------------- traced
 
@@ -280,7 +280,7 @@ def trace_features(c, t: TargetConfig) -> int:
     """Peak bytes of Target.features besides weights and features, by running it on meta tensors in bf16."""
     import model
 
-    d = DrafterConfig.of(t, c.draft_layers, c.block_size, c.taps, 0)
+    d = c.drafter(t)
     with torch.device("meta"):
         target = model.Target(t, d.ids[0] + 1, head=False).bfloat16()  # its layers are alike: a few will do
         out = torch.empty(c.token_budget, len(d.ids) * d.hidden, dtype=torch.bfloat16)
@@ -297,7 +297,7 @@ def trace_step(c, t: TargetConfig) -> int:
     import train
 
     c = dataclasses.replace(c, anchors=min(c.anchors, 3 * c.anchor_chunk))  # a fourth chunk is like the third
-    d = DrafterConfig.of(t, c.draft_layers, c.block_size, c.taps, 0)
+    d = c.drafter(t)
     bf16 = {"device": "meta", "dtype": torch.bfloat16}
     table = torch.empty(d.vocab, d.hidden, **bf16)
     with torch.device("meta"):
