@@ -248,12 +248,11 @@ CPU_GEMMS = ("aten::linear", "aten::matmul", "aten::mm", "aten::addmm", "aten::b
 SYNCS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize", "cudaMemcpy")
 ALLOCATIONS = ("cudaMalloc", "cudaFree", "cudaHostAlloc", "cudaHostRegister", "cuMemCreate")
 CASTS = re.compile(r"triton_poi_fused__to_copy(__to_copy|_t|_permute|_view|_transpose|_clone)*(_\d+)?$")
-STEP = "bench step"
+STEP, LOSS = "bench step", "CrossEntropy"
 MARKS = {  # ranges of the host whose kernels belong to a part, whatever they are called
     "mark mask": "mask and blocks",
     "mark loss": "loss",
-    "ChunkedCrossEntropy": "loss",
-    "ChunkedCrossEntropyBackward": "loss",
+    LOSS: "loss",
     "torch::autograd::AccumulateGrad": "gradient sums",
     "mark measure": "counts",
 }
@@ -294,7 +293,7 @@ def part_of(kernel: str, marks: frozenset[str]) -> str:
     if "scaled_dot_product" in name or "flex_attention" in name or "flash_fwd" in name or "fmha" in name:
         return "attention backward" if "backward" in name else "attention forward"
     if any(g in name for g in GEMMS) or kernel in CPU_GEMMS:
-        return "head products" if any(m.startswith("ChunkedCrossEntropy") for m in marks) else "products"
+        return "head products" if LOSS in marks else "products"
     if "triton_tem" in name:  # a template with no name of its own: attention, since no product is one here
         return "attention backward" if "backward" in marks else "attention forward"
     for mark in marks:
@@ -327,8 +326,10 @@ def host_marks(events: list) -> tuple[dict[int, frozenset[str]], dict[int, froze
             found[bool(CALLS.match(name))][e.correlation_id()] = marks
             if name != e.name():
                 marks |= {"backward"}
-            if name in MARKS or name in (STEP, "ChunkedCrossEntropyBackward"):
+            if name in MARKS or name == STEP:
                 marks |= {name}
+            if LOSS in name:  # the autograd function, forward and backward
+                marks |= {LOSS}
             if name.startswith("aten::"):
                 marks |= {"operator"}
             stack.append((e.start_ns() + e.duration_ns(), marks))
@@ -343,7 +344,11 @@ def device_work(events: list, cuda: bool) -> list[tuple[int, int, str, str]]:
         if (e.device_type() != DeviceType.CPU) != cuda or e.duration_ns() <= 0:
             continue
         if cuda:
-            if e.is_user_annotation() or name.startswith(("mark ", STEP)) or name.endswith(" Sync"):
+            if (
+                e.is_user_annotation()
+                or name.startswith(("mark ", STEP))
+                or name.endswith((" Sync", "Stream Wait Event"))
+            ):
                 continue
             marks = calls.get(e.correlation_id(), none) | operators.get(e.linked_correlation_id(), none)
         else:
@@ -842,6 +847,8 @@ def parse(argv: list[str] | None) -> tuple[argparse.Namespace, list[str]]:
     args, rest = parser.parse_known_args(argv)
     if args.what == "compare" and (len(args.files) != 2 or rest):
         parser.error("compare takes two files that --json wrote")
+    if args.cold and args.what != "step":
+        parser.error("--cold: only with step")
     if args.what != "compare" and args.files:
         parser.error(f"{args.what} takes no file: {args.files[0]}")
     if args.repeats < 1:
@@ -864,11 +871,13 @@ def measure(args: argparse.Namespace, flags: list[str], place: Path) -> dict | N
         raise ValueError(
             f"{args.what}: not with {ranks} rank(s): start it with {launch} bench.py {args.what}"
         )
+    if SHAPES[args.shape].model and not torch.cuda.is_available():
+        raise ValueError(f"--shape {args.shape}: torch sees no GPU here: --shape tiny runs on a CPU")
     c, t = config_of(args.shape, flags, place, ranks)
     if args.gate_only:
         return gate_only(c, t)
     cold = None
-    if args.cold and args.what == "step":
+    if args.cold:
         c.compile_cache = str(place / "cache")
         cold = cold_start(["step", "--shape", args.shape, *flags], c.compile_cache)
     run = {"step": bench_step, "target": bench_target, "stream": bench_stream}[args.what]

@@ -222,7 +222,7 @@ class Question:
         self.target = train.backend(asked).TargetConfig.from_folder(asked.folder)
         self.config = train.resolve(asked, self.target, ranks, nodes)
         c = self.config
-        self.drafter = train.DrafterConfig.of(self.target, c.draft_layers, c.block_size, c.taps, 0)
+        self.drafter = c.drafter(self.target)
 
     @property
     def gradient(self) -> int:
@@ -405,7 +405,7 @@ def recommend(report: Report, q: Question, t: Times, m: Machine, facts: dict, pn
         data = {"layout": best.layout, "drafters": best.drafters * m.nodes, "step_ms": 1000 * best.step_s}
         report.add("split", ok(told, **data))
     if png:
-        draw(png, best, t)
+        draw(png, best)
         report.say(f"drawn: {png}")
 
 
@@ -423,7 +423,7 @@ def launch(q: Question, p: Plan, m: Machine) -> str:
     return f"{start} train.py {shlex.join([*q.flags, *split])}"
 
 
-def draw(file: str, p: Plan, t: Times) -> None:
+def draw(file: str, p: Plan) -> None:
     """The timeline of a few steps in steady state, a bar a rank."""
     import matplotlib
 
@@ -469,7 +469,7 @@ class Recorder:
         self.records.append(record)
 
 
-def check_split(report: Report, q: Question, steps: int = 24) -> None:
+def check_split(report: Report, q: Question, png: str, steps: int = 24) -> None:
     """Each side alone on every rank of this world, the split that follows, and the split itself."""
     import bench
     import stream
@@ -502,6 +502,9 @@ def check_split(report: Report, q: Question, steps: int = 24) -> None:
     if report.quiet:
         return
     compare_split(report, worst, plan, recorder.records[steps // 2 :])
+    if png:
+        draw(png, plan)
+        report.say(f"drawn: {png}")
 
 
 def reduce_alone(job, size: int) -> float:
@@ -727,6 +730,7 @@ def should_take(run: Run) -> tuple[float, float]:
     import train
 
     c = run.config
+    # An estimate, by the flags alone: the folder of --init-draft may be gone.
     d = train.DrafterConfig.of(run.target, c.draft_layers, c.block_size, c.taps, 0)
     layers = max(d.ids) + 1
     of_target = run.target.prefill_flops(c.token_budget, layers) / (run.ceiling / 2) + layers * LAUNCHING_S
@@ -995,7 +999,7 @@ def main(argv: list[str] | None = None) -> int:
         if args.simulate:
             simulate(report, q, args.simulate, args.png)
         elif size > 1:
-            check_split(report, q)
+            check_split(report, q, args.png)
             if rank > 0:
                 return 0
         else:

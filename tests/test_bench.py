@@ -134,6 +134,7 @@ def test_decode_is_decodes_own_timing(home, monkeypatch):
         (["step", "--token-budget", "auto"], "give the number"),
         (["step", "--shape", "huge"], "invalid choice"),
         (["stream"], "torchrun --standalone --nproc_per_node=2"),
+        (["target", "--cold"], "only with step"),
         (["compare", "only-one.json"], "two files"),
         (["compare", "none.json", "none.json"], "no result of bench.py"),
         (["decode", "--limit", "-1"], "--limit"),
