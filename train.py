@@ -1139,7 +1139,8 @@ def choose_run(c: Config, world: World) -> tuple[Path, Path | None]:
             return Path(kept.get("run").decode()), None
         else:
             run = Path(c.out) if c.out else checkpoint.next_free_run()
-            if run.exists() and any(run.iterdir()):
+            never_begun = {".lock", "train.log"}  # what a job leaves that could not even write its config
+            if run.exists() and {p.name for p in run.iterdir()} - never_begun:
                 fix = f"give a new folder, or --resume {run} to go on with it"
                 raise ValueError(f"--out {run}: not empty: {fix}")
         kept.set("run", str(run.absolute()))
