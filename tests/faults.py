@@ -133,7 +133,8 @@ def make_plan(seed: int) -> dict:
     splits = [s for s, (_, _, drafters, _) in SPLITS.items() if drafters == 2 or role != "drafter"]
     if role == "target":
         splits.remove("2 colocate")
-    cold = phase == "compiling" and rng.random() < 0.25  # a real compile, cold
+    cold = phase == "compiling" and rng.random() < 0.25  # a real compile
+    cold = cold and kind not in ("full disk", "read-only folder")  # which nobody meets before its end
     warm = not cold and rng.random() < 0.1
     splits = [s for s in splits if s in ("1+1", "2+1")] if cold or warm else splits
     split = rng.choices(splits, [SPLITS[s][3] for s in splits])[0]
