@@ -134,7 +134,11 @@ def make_plan(seed: int) -> dict:
     if role == "target":
         splits.remove("2 colocate")
     cold = phase == "compiling" and rng.random() < 0.25  # a real compile
-    cold = cold and kind not in ("full disk", "read-only folder")  # which nobody meets before its end
+    cold = cold and kind not in (
+        "full disk",
+        "read-only folder",
+        "lost connection",
+    )  # which nobody meets before its end
     warm = not cold and rng.random() < 0.1
     splits = [s for s in splits if s in ("1+1", "2+1")] if cold or warm else splits
     split = rng.choices(splits, [SPLITS[s][3] for s in splits])[0]
