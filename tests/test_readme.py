@@ -25,7 +25,7 @@ def commands(text: str) -> list[str]:
     """The command lines of the code blocks, comments and continuation marks taken off."""
     lines = "\n".join(re.findall(r"```\n(.*?)```", text, re.S)).replace("\\\n", " ").splitlines()
     commands = [part.split("#")[0].strip() for line in lines for part in line.split("&&")]
-    return [c for c in commands if re.match(r"(nohup )?(python|torchrun|pip|pytest)\b", c)]
+    return [c for c in commands if re.match(r"(setsid )?(python|torchrun|pip|pytest)\b", c)]
 
 
 def script_of(command: str) -> str | None:
