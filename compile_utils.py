@@ -817,6 +817,11 @@ def gate(
     return report
 
 
+def announce(role: str, store: dist.Store | None) -> None:
+    """On the way to the next gate: the ranks that wait there see whether this process still lives."""
+    _Meeting(store, f"blockdraft/gate/{_gates + 1}", role, 0.0, _print).say_state("loading")
+
+
 def last_report() -> GateReport | None:
     """What the newest gate of this process reported."""
     return _last
@@ -876,7 +881,7 @@ class _Meeting:
         self.store.set(f"state/{self.rank}", json.dumps(entry))
 
     def states(self) -> dict[int, list]:
-        """{rank: [state, role, host, pid]} of the ranks that have arrived."""
+        """{rank: [state, role, host, pid]} of the ranks that have arrived, or said that they are coming."""
         keys = [(rank, f"state/{rank}") for rank in range(self.world)]
         return {rank: json.loads(self.store.get(key)) for rank, key in keys if self.store.check([key])}
 

@@ -1159,6 +1159,7 @@ def start(job: Job) -> None:
         folder.write_status("running", pid=os.getpid())
         for line in banner(job):
             folder.say(line)
+    compile_utils.announce(world.role, world.store)
     job.load_models()
     stream.warm_pairs(world)
     gate(job)
