@@ -381,10 +381,11 @@ def split_time(work: list[tuple[int, int, str, str]]) -> tuple[dict[str, float],
 
 def host_calls(events: list, names: tuple[str, ...]) -> collections.Counter:
     """Calls of the CUDA runtime with these names while a step was being issued, in any thread."""
-    steps = sorted((e.start_ns(), e.start_ns() + e.duration_ns()) for e in events if e.name() == STEP)
+    host = [e for e in events if e.device_type() == DeviceType.CPU]  # the GPU has the step's range too, later
+    steps = sorted((e.start_ns(), e.start_ns() + e.duration_ns()) for e in host if e.name() == STEP)
     starts, found = [s for s, _ in steps], collections.Counter()
-    for e in events:
-        if e.device_type() == DeviceType.CPU and e.name() in names:
+    for e in host:
+        if e.name() in names:
             at = bisect.bisect_right(starts, e.start_ns()) - 1
             if at >= 0 and e.start_ns() < steps[at][1]:
                 found[e.name()] += 1
@@ -413,6 +414,7 @@ def look_inside(job: train.Job, step: Callable[[int], object], steps: int = 3) -
         "profiled_ms": total / steps,
         "parts_ms": {part: ms / steps for part, ms in sorted(parts.items(), key=lambda p: -p[1])},
         "idle_share": parts.get("gaps", 0.0) / total,
+        "busy_ms": (total - parts.get("gaps", 0.0)) / steps,
         "launches": len(work) / steps,
         "syncs": {name: n / steps for name, n in host_calls(events, SYNCS).items()},
         "copies_to_host": len(copies) / steps,
@@ -749,10 +751,10 @@ def rows_of(r: dict) -> Iterator[tuple[str, str]]:
     if "profile" in r:
         yield "breakdown", r["profile"]
     if "idle_share" in r:
-        yield (
-            "idle",
-            f"{100 * r['idle_share']:.2f}% of {r['profiled_ms']:.1f} ms, {r['launches']:.0f} launches",
-        )
+        idle = f"{100 * r['idle_share']:.2f}% of {r['profiled_ms']:.1f} ms profiled"
+        if "busy_ms" in r:  # a profiler slows the host down
+            idle += f", {100 * max(0.0, 1 - r['busy_ms'] / r['median_ms']):.2f}% of the median"
+        yield "idle", f"{idle}; {r['launches']:.0f} launches"
         stops = ", ".join(f"{name} {n:g}" for name, n in {**r["syncs"], **r["allocations"]}.items())
         yield "host waits a step", f"{stops or 'none'}; {r['copies_to_host']:g} copies to the host"
         if r["sync_lines"]:

@@ -71,6 +71,7 @@ def test_a_step_has_every_field_and_its_rate_is_work_over_time(step):
 def test_the_parts_of_a_step_sum_to_its_time_and_attention_and_products_are_among_them(step):
     parts = step["parts_ms"]
     assert sum(parts.values()) == pytest.approx(step["profiled_ms"])
+    assert step["busy_ms"] == pytest.approx(step["profiled_ms"] - parts.get("gaps", 0.0))
     assert step["idle_share"] == pytest.approx(parts.get("gaps", 0.0) / step["profiled_ms"])
     wanted = {
         "products",
@@ -271,6 +272,7 @@ def test_kernels_belong_to_the_ranges_that_launched_them():
         Event("nvjet_hsh_128x256", 45, 55, 51, linked=6, device=True),
         Event("triton_tem_fused_1", 70, 90, 53, device=True),
         Event("mark mask", 10, 20, 2, device=True),
+        Event(bench.STEP, 10, 110, 1, device=True),  # the range as the GPU saw it: the host was done before
     ]
     work = bench.device_work([*host, *device], cuda=True)
     assert [part for *_, part, _ in work] == [
