@@ -1155,6 +1155,8 @@ def start(job: Job) -> None:
     c, world, folder = job.c, job.world, job.folder
     if folder:
         saved = {"out": str(folder.path), "resume": "", "world_size": world.size}
+        if job.device.type == "cuda":
+            saved["gpu"] = torch.cuda.get_device_name()  # diagnose.throughput judges the run by it elsewhere
         folder.write_config(dataclasses.asdict(c) | saved)
         folder.write_status("running", pid=os.getpid())
         for line in banner(job):
