@@ -122,6 +122,8 @@ def config_of(name: str, flags: list[str], folder: Path, size: int) -> tuple[tra
         mine += ["--target", str(folder), "--data", "made-up.jsonl"]
     asked = train.parse_flags([*mine, *flags])
     refuse_auto(asked)
+    if asked.target_tp != 1:
+        raise ValueError(f"--target-tp {asked.target_tp}: only whole targets are timed: leave it out")
     t = train.backend(asked).TargetConfig.from_folder(asked.folder)
     c = train.resolve(asked, t, size, 1)
     c.max_batch_size = -(-c.token_budget // c.max_length)

@@ -84,7 +84,7 @@ def standing(c, t: TargetConfig, d: DrafterConfig, role: str, size: int) -> dict
         parts["embedding and head"] = d.vocab * d.hidden * tables
     if role != "drafter":
         whole = (t.layers, True) if decodes(c, role) else (max(d.ids) + 1, False)
-        parts["target weights"] = t.parameters(*whole) * size
+        parts["target weights"] = t.part(c.target_tp).parameters(*whole) * size
     parts["features"] = feature_buffer * (1 if role == "colocate" else c.depth)
     return parts
 
@@ -93,7 +93,7 @@ def moments(c, t: TargetConfig, d: DrafterConfig, role: str, size: int) -> dict[
     """What comes and goes, by the moment of a step."""
     found, tokens = {}, c.token_budget
     if role != "drafter":
-        found["features"] = {"target activations": t.features_bytes(tokens, size)}
+        found["features"] = {"target activations": t.part(c.target_tp).features_bytes(tokens, size)}
     if decodes(c, role):
         found["decoding"] = {"target activations": decoding_bytes(c, t, d, size)}
     if role != "target":

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
@@ -125,6 +126,14 @@ class TargetConfig:
     qk_norm: bool
     windows: tuple[int, ...]
     max_position: int
+
+    def part(self, parts: int) -> "TargetConfig":
+        """What each of so many ranks holds of the layers: whole heads, a share of the MLP."""
+        for size, what in ((self.kv_heads, "key/value heads"), (self.intermediate, "columns of the MLP")):
+            if size % parts:
+                raise ValueError(f"{parts} ranks cannot share the target's {size} {what} evenly")
+        share = {name: getattr(self, name) // parts for name in ("heads", "kv_heads", "intermediate")}
+        return dataclasses.replace(self, **share)
 
     def prefill_flops(self, tokens: int, layers: int) -> float:
         """Useful FLOPs of the matrix products of `layers` layers over so many tokens (attention itself
@@ -448,14 +457,25 @@ class TargetLayer(nn.Module):
             q, k = self.q_norm(q), self.k_norm(k)
         return rotate(q, cos, sin), rotate(k, cos, sin), v
 
-    def mlp(self, x: Tensor) -> Tensor:
-        gate, up = self.gate_up_proj(self.post_attention_layernorm(x)).chunk(2, -1)
-        return x + self.down_proj(F.silu(gate) * up)
-
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, cu_seqlens: Tensor, longest: int) -> Tensor:
+    def attention(self, x: Tensor, cos: Tensor, sin: Tensor, cu_seqlens: Tensor, longest: int) -> Tensor:
         q, k, v = self.qkv(x, cos, sin)
         out = packed_causal_attention(q, k, v.contiguous(), cu_seqlens, longest, self.window)
-        return self.mlp(x + self.o_proj(out.flatten(1)))
+        return self.o_proj(out.flatten(1))
+
+    def gated(self, x: Tensor) -> Tensor:
+        gate, up = self.gate_up_proj(self.post_attention_layernorm(x)).chunk(2, -1)
+        return self.down_proj(F.silu(gate) * up)
+
+    def mlp(self, x: Tensor) -> Tensor:
+        return x + self.gated(x)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, cu_seqlens: Tensor, longest: int) -> Tensor:
+        return self.mlp(x + self.attention(x, cos, sin, cu_seqlens, longest))
+
+    def after_attention(self, x: Tensor, out: Tensor) -> tuple[Tensor, Tensor]:
+        """The rest of `forward`, short of its last sum, of which a part has only a summand."""
+        x = x + out
+        return x, self.gated(x)
 
     def extend(
         self, x: Tensor, cos: Tensor, sin: Tensor, keys: Tensor, values: Tensor, at_PQ: Tensor, bias: Tensor
@@ -466,18 +486,28 @@ class TargetLayer(nn.Module):
 
 
 class Target(nn.Module):
-    """The frozen LLM. `layers` fewer than the config's: only that many are built (training stops early)."""
+    """The frozen LLM. `layers` fewer than the config's: only that many are built (training stops early).
 
-    def __init__(self, c: TargetConfig, layers: int | None = None, head: bool = True):
+    `parts` above 1: one of so many ranks, each of which has some heads and some columns of the MLP of every
+    layer, and everything else whole. A layer then adds up over `group` what its parts give, twice. These
+    are slices and plain all-reduces, not torch.distributed.tensor.parallel: its ColwiseParallel would cut the
+    fused q, k, v across their borders, and plain ones need no DTensor in compiled code.
+    """
+
+    def __init__(self, c: TargetConfig, layers: int | None = None, head: bool = True, parts: int = 1):
         super().__init__()
-        self.c = c
+        self.c, self.parts = c, parts
+        self.group: dist.ProcessGroup | None = None  # None: nothing is added up, to rehearse a part alone
         self.embed_tokens = nn.Embedding(c.vocab, c.hidden)
-        self.layers = nn.ModuleList(TargetLayer(c, c.windows[i]) for i in range(layers or c.layers))
+        mine = c.part(parts)
+        self.layers = nn.ModuleList(TargetLayer(mine, c.windows[i]) for i in range(layers or c.layers))
         self.norm = RMSNorm(c.hidden, c.eps) if head else None
         self.lm_head = nn.Linear(c.hidden, c.vocab, bias=False) if head and not c.tied else None
         # A plain attribute, not a buffer: `.to(bfloat16)` must never reach it.
         self.freq = rope_frequencies(c.head_dim, c.rope_theta, c.rope_scaling)
-        self.run_layer: Callable = TargetLayer.forward  # train.py puts a compiled handle here
+        self.run_layer: Callable = TargetLayer.forward  # train.py puts compiled handles here
+        self.run_attention: Callable = TargetLayer.attention  # of a part: the all-reduces are between
+        self.run_after_attention: Callable = TargetLayer.after_attention
 
     @staticmethod
     def load(
@@ -487,20 +517,27 @@ class Target(nn.Module):
         layers: int | None = None,
         head: bool = True,
         progress: bool = False,
+        part: int = 0,
+        parts: int = 1,
     ) -> "Target":
         """Stream the weights of a Hugging Face folder shard by shard to the device, frozen, in `dtype`.
 
-        `layers` and `head` leave out what training never runs. ValueError for a missing, extra or misshapen
-        weight.
+        `layers` and `head` leave out what training never runs; of a part only its share is read. ValueError
+        for a missing, extra or misshapen weight.
         """
         c = TargetConfig.from_folder(folder)
         with torch.device("meta"):
-            target = Target(c, layers, head)
-        check_weights(folder, _expected_shapes(c))
+            target = Target(c, layers, head, parts)
+        shapes = _expected_shapes(c)
+        check_weights(folder, shapes)
         target = target.to(dtype).to_empty(device=device).requires_grad_(False).eval()
         places = {name: place for name, place in _weight_places(target)}
-        for name, weight in read_weights(folder, set(places), device, progress):
+        shares = {name: share_of(shapes[name], place, part) for name, place in places.items()}
+        for name, weight in read_weights(folder, shares, device, progress):
             places[name].copy_(weight)
+        for name, bias in target.named_parameters():
+            if part and name.endswith(("o_proj.bias", "down_proj.bias")):
+                bias.zero_()  # the sum over the parts has it once
         return target
 
     def embed(self, tokens: Tensor) -> Tensor:
@@ -517,9 +554,20 @@ class Target(nn.Module):
         self.freq = self.freq.to(tokens_T.device)  # once: a copy from the host would wait for the device
         cos, sin = rope_angles(positions_T, self.freq)
         x = self.embed(tokens_T)
+        run = self.run_layer if self.parts == 1 else self.run_part
         for layer in self.layers:
-            x = self.run_layer(layer, x, cos, sin, cu_seqlens, longest)
+            x = run(layer, x, cos, sin, cu_seqlens, longest)
             yield x
+
+    def run_part(self, layer: TargetLayer, x: Tensor, *inputs) -> Tensor:
+        """A layer of which this rank has a part; what comes out is whole."""
+        x, mine = self.run_after_attention(layer, x, self.add_up(self.run_attention(layer, x, *inputs)))
+        return x + self.add_up(mine)
+
+    def add_up(self, mine: Tensor) -> Tensor:
+        if self.group is not None:
+            dist.all_reduce(mine, group=self.group)
+        return mine
 
     def features(
         self,
@@ -590,7 +638,7 @@ def _expected_shapes(c: TargetConfig) -> dict[str, list[int]]:
 
 def _weight_places(target: Target) -> Iterator[tuple[str, Tensor]]:
     """Hugging Face's weight names with the (parts of) our parameters they fill."""
-    c = target.c
+    c = target.c.part(target.parts)
     q, kv = c.heads * c.head_dim, c.kv_heads * c.head_dim
     fused = {"qkv_proj": ("self_attn", ("q_proj", "k_proj", "v_proj"), (q, kv, kv))}
     fused["gate_up_proj"] = ("mlp", ("gate_proj", "up_proj"), (c.intermediate, c.intermediate))
@@ -679,15 +727,27 @@ def check_weights(folder: str | Path, shapes: dict[str, list[int]]) -> None:
         )
 
 
+Share = tuple[slice, ...] | None  # what is read of a weight; None: all of it
+
+
+def share_of(whole: Sequence[int], place: Tensor, part: int) -> Share:
+    """The share of a weight that fills the place, which is as long in all dimensions or shorter in one."""
+    if list(whole) == list(place.shape):
+        return None
+    pairs = zip(whole, place.shape, strict=True)
+    return tuple(slice(None) if n == size else slice(part * n, (part + 1) * n) for size, n in pairs)
+
+
 def read_weights(
-    folder: str | Path, wanted: set[str], device: torch.device | str, progress: bool = False
+    folder: str | Path, wanted: dict[str, Share], device: torch.device | str, progress: bool = False
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield (name, tensor on device) for each wanted weight of a folder that `check_weights` has seen."""
     with tqdm(total=len(wanted), desc="loading weights", unit="", disable=not progress, leave=False) as bar:
         for path in weight_files(folder):
             with open_weights(path, device) as shard:
-                for name in sorted(wanted & set(shard.keys())):
-                    yield name, shard.get_tensor(name)
+                for name in sorted(wanted.keys() & set(shard.keys())):
+                    share = wanted[name]
+                    yield name, shard.get_tensor(name) if share is None else shard.get_slice(name)[share]
                     bar.update()
 
 
@@ -699,8 +759,8 @@ def load_embedding_and_head(
     """
     c = TargetConfig.from_folder(folder)
     check_weights(folder, _expected_shapes(c))
-    names = {"model.embed_tokens.weight"} | (set() if c.tied else {"lm_head.weight"})
-    found = {name: w.to(dtype) for name, w in read_weights(folder, names, device)}
+    names = ["model.embed_tokens.weight"] + ([] if c.tied else ["lm_head.weight"])
+    found = {name: w.to(dtype) for name, w in read_weights(folder, dict.fromkeys(names), device)}
     embedding = found["model.embed_tokens.weight"]
     return embedding, embedding if c.tied else found["lm_head.weight"]
 

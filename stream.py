@@ -160,6 +160,23 @@ class Sender:
             self.turn = (self.turn + 1) % len(self.sends)
 
 
+class Unsent:
+    """In place of a Sender on a rank that does not lead its target: the leader sends the same features."""
+
+    def __init__(self, world: World, shapes: Shapes):
+        self.waits = Waits(world.device)
+        self.scratch = Buffers(shapes, 1, world.device).all[0]
+
+    def buffer(self) -> Tensor:
+        return self.scratch
+
+    def send(self, kind: int, batch: Batch) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
 class Receiver:
     """A drafter rank's end: `expect` what comes, `take()` it in that order, `release()` it once used."""
 
@@ -218,16 +235,18 @@ class Receiver:
 
 
 def warm_pairs(world: World) -> None:
-    """Connect every target-drafter pair of this node in one fixed order, before anything else runs on the
-    device.
+    """Connect the ranks of each target, then every target-drafter pair of this node in one fixed order,
+    before anything else runs on the device.
 
-    A pair's communicator is made at its first message; doing it here keeps that out of the overlap of a step.
+    A communicator is made at its first message; doing it here keeps that out of the overlap of a step.
     """
     if world.colocate:
         return
     first = world.node * world.per_node
     token = torch.zeros(1, device=world.device)
-    for target in range(first + world.drafters_per_node, first + world.per_node):
+    if world.target_group is not None:
+        dist.all_reduce(token, group=world.target_group)
+    for target in world.leaders(world.node):
         for drafter in range(first, first + world.drafters_per_node):
             if world.rank == target:
                 dist.send(token, drafter)

@@ -92,6 +92,7 @@ class Config:
     )
     layout: str = option("", "split: a rank drafts or runs the target; colocate: every rank does both")
     drafters: int = option(0, "ranks that draft, over the world; the others run the target")
+    target_tp: int = option(1, "ranks that share one target, each with a part of every layer")
     token_budget: int = option(
         0, "packed tokens of a batch, a multiple of 128 (16384); auto: as many as leave --headroom"
     )
@@ -211,6 +212,8 @@ def parse_flags(argv: list[str] | None = None, restarted: str = "") -> Config:
         if saved.pop("world_size", 0) != int(os.environ.get("WORLD_SIZE", 1)):
             saved |= {"drafters": 0, "layout": ""}  # another world: split it anew
             given = {k: v for k, v in given.items() if not restarted or k not in ("drafters", "layout")}
+        elif given.get("target_tp") not in (None, saved.get("target_tp", 1)):
+            saved |= {"drafters": 0, "layout": ""}  # other targets: likewise
         known = {f.name for f in dataclasses.fields(Config)}
         saved = {k: v for k, v in saved.items() if k in known} | {"out": str(run)}
         check_values(saved, f"{run}/config.json: {{}}: start the run anew")
@@ -265,6 +268,7 @@ def resolve(c: Config, t: TargetConfig, world_size: int, nodes: int) -> Config:
     c.epochs = c.epochs or 6
     positive = (
         "token_budget max_batch_size max_length block_size draft_layers taps anchors anchor_chunk gamma lr "
+        "target_tp "
     )
     for name in (positive + "clip epochs depth").split():
         if not getattr(c, name) > 0:
@@ -336,9 +340,11 @@ def check_fp8(c: Config, t: TargetConfig) -> None:
 
 def resolve_split(c: Config, t: TargetConfig, world_size: int, nodes: int) -> Config:
     """Choose layout, drafters and batches per step for this world, or check what was asked for."""
-    c.layout = c.layout or ("split" if world_size > 1 else "colocate")
+    c.layout = c.layout or ("split" if world_size > 1 or c.target_tp > 1 else "colocate")
     if c.layout not in ("split", "colocate"):
         raise ValueError(f"--layout {data.short(c.layout, 40)}: give split or colocate")
+    if c.target_tp > 1:
+        check_tp(c, t, world_size // nodes)
     if c.layout == "colocate":
         if c.drafters not in (0, world_size):
             raise ValueError(
@@ -346,39 +352,64 @@ def resolve_split(c: Config, t: TargetConfig, world_size: int, nodes: int) -> Co
             )
         c.drafters = world_size
     else:
-        per_node = world_size // nodes
-        if per_node < 2:
-            raise ValueError(
-                "--layout split: needs 2 ranks a node, one target and one drafter: give --layout colocate"
-            )
-        if not c.drafters:
-            d = c.drafter(t)
-            ours = d.step_flops(c.token_budget, c.anchors)
-            theirs = t.prefill_flops(c.token_budget, max(d.ids) + 1)
-            fits = [
-                n
-                for n in range(1, per_node)
-                if not c.batches_per_step or c.batches_per_step % (n * nodes) == 0
-            ]
-            if not fits:
-                raise ValueError(
-                    f"--batches-per-step {c.batches_per_step}: no split of {per_node} ranks a node divides it"
-                )
-            best = per_node * ours / (ours + theirs)
-            c.drafters = min(fits, key=lambda n: (abs(n - best), n)) * nodes
-        if c.drafters % nodes or not 0 < c.drafters // nodes < per_node:
-            most = (per_node - 1) * nodes
-            choice = f"a multiple of {nodes} from {nodes} to {most}" if nodes > 1 else f"1 to {most}"
-            raise ValueError(
-                f"--drafters {c.drafters}: on {nodes} node(s) of {per_node} ranks give "
-                f"{choice if most > nodes else most}, so that a node has a target too, or --layout colocate"
-            )
+        resolve_drafters(c, t, world_size // nodes, nodes)
     c.batches_per_step = c.batches_per_step or c.drafters
     if c.batches_per_step % c.drafters:
         raise ValueError(
             f"--batches-per-step {c.batches_per_step}: must be a multiple of the {c.drafters} drafters"
         )
     return c
+
+
+def resolve_drafters(c: Config, t: TargetConfig, per_node: int, nodes: int) -> None:
+    """Of the split layout: choose the drafters by the work of each side, or check what was asked for."""
+    if per_node < 2:
+        raise ValueError(
+            "--layout split: needs 2 ranks a node, one target and one drafter: give --layout colocate"
+        )
+    whole = range(per_node - c.target_tp, 0, -c.target_tp)[::-1]  # drafters that leave whole targets
+    if not c.drafters:
+        d = c.drafter(t)
+        ours = d.step_flops(c.token_budget, c.anchors)
+        theirs = t.prefill_flops(c.token_budget, max(d.ids) + 1)
+        fits = [n for n in whole if not c.batches_per_step or c.batches_per_step % (n * nodes) == 0]
+        if not fits:
+            raise ValueError(
+                f"--batches-per-step {c.batches_per_step}: no split of {per_node} ranks a node divides it"
+            )
+        best = per_node * ours / (ours + theirs)
+        c.drafters = min(fits, key=lambda n: (abs(n - best), n)) * nodes
+    if c.drafters % nodes or not 0 < c.drafters // nodes < per_node:
+        most = (per_node - 1) * nodes
+        choice = f"a multiple of {nodes} from {nodes} to {most}" if nodes > 1 else f"1 to {most}"
+        raise ValueError(
+            f"--drafters {c.drafters}: on {nodes} node(s) of {per_node} ranks give "
+            f"{choice if most > nodes else most}, so that a node has a target too, or --layout colocate"
+        )
+    if c.drafters // nodes not in whole:
+        choice = " or ".join(str(n * nodes) for n in whole)
+        raise ValueError(
+            f"--drafters {c.drafters}: what is left of {per_node} ranks a node is not whole targets of "
+            f"{c.target_tp} ranks: give {choice}"
+        )
+
+
+def check_tp(c: Config, t: TargetConfig, per_node: int) -> None:
+    """ValueError where targets of several ranks are asked for and cannot be had."""
+    tp = f"--target-tp {c.target_tp}"
+    if c.layout == "colocate":
+        raise ValueError(f"{tp}: with --layout colocate every rank has a whole target: leave one of them out")
+    if c.target_backend != "native":
+        raise ValueError(f"{tp}: --target-backend {c.target_backend} cannot be shared: leave one of them out")
+    if per_node <= c.target_tp:
+        raise ValueError(
+            f"{tp}: needs {c.target_tp + 1} ranks a node, a target's and a drafter, there are {per_node}: "
+            "start more, or give a smaller one"
+        )
+    try:
+        t.part(c.target_tp)
+    except ValueError as error:
+        raise ValueError(f"{tp}: {error}: give a divisor of both, or 1") from None
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -485,7 +516,10 @@ class Job:
         if self.world.runs_target:
             place = (c.folder, self.device, self.dtype)
             parts = (None, True) if c.decodes else (max(d.ids) + 1, False)  # training needs no more
-            self.target = self.world.together(lambda: backend(c).Target.load(*place, *parts, show), "target")
+            share = {"part": self.world.part, "parts": c.target_tp} if c.target_tp > 1 else {}
+            self.target = self.world.together(
+                lambda: backend(c).Target.load(*place, *parts, show, **share), "target"
+            )
         else:
             self.world.together(lambda: None, "target")
         if self.world.drafts:
@@ -636,10 +670,17 @@ def steps(job: Job) -> Iterator[int]:
         yield step
 
 
+def sender_of(job: Job) -> stream.Sender | stream.Unsent:
+    """Where a target's features go: of its ranks the leader sends them, the others drop them."""
+    if job.world.rank == job.world.leader:
+        return stream.Sender(job.world, job.shapes, job.c.depth)
+    return stream.Unsent(job.world, job.shapes)
+
+
 @torch.no_grad()
-def run_target(job: Job, sender: stream.Sender, pulse: "Pulse") -> None:
-    """Make the features of this rank's batches, in global order, and send each to the drafter it belongs
-    to.
+def run_target(job: Job, sender: stream.Sender | stream.Unsent, pulse: "Pulse") -> None:
+    """Make the features of this target's batches, in global order, and send each to the drafter it belongs
+    to. All ranks of a target do this together; its leader sends.
     """
     report_memory(job)
     if job.first_step == 0:
@@ -647,7 +688,7 @@ def run_target(job: Job, sender: stream.Sender, pulse: "Pulse") -> None:
     for step in steps(job):
         pulse.begin_step()
         for b in job.step_batches(step):
-            if job.world.target_of(b) == job.world.rank:
+            if job.world.target_of(b) == job.world.leader:
                 batch = job.batches.train(b)
                 job.make_features(batch, sender.buffer())
                 sender.send(stream.TRAIN, batch)
@@ -658,9 +699,9 @@ def run_target(job: Job, sender: stream.Sender, pulse: "Pulse") -> None:
     sender.close()
 
 
-def send_evaluation(job: Job, sender: stream.Sender) -> None:
+def send_evaluation(job: Job, sender: stream.Sender | stream.Unsent) -> None:
     for j in range(job.facts["eval_batches"]):
-        if job.world.target_of(j) == job.world.rank:
+        if job.world.target_of(j) == job.world.leader:
             batch = job.batches.evaluation(j)
             job.make_features(batch, sender.buffer())
             sender.send(stream.EVAL, batch)
@@ -979,7 +1020,8 @@ class Pulse:
     def record(self, step: int, v: dict[str, list[float]]) -> dict:
         job, world = self.job, self.job.world
         drafters = world.drafter_ranks()
-        targets = [r for r in range(world.size) if world.colocate or r not in drafters]
+        leaders = [r for node in range(world.nodes) for r in world.leaders(node)]
+        targets = drafters if world.colocate else leaders  # a target's other ranks wait with them
         step_s = max(v["step_s"][r] for r in drafters)
         self.speed = [*self.speed[-49:], step_s] if step_s else self.speed
 
@@ -1062,13 +1104,14 @@ def gate(job: Job) -> None:
             drafter.run_norm = compile_utils.compile(model.RMSNorm.forward, name="norm", log=say)
             drafter.run_loss = compile_utils.compile(model.cross_entropy_rows, name="loss", log=say)
     if cuda and isinstance(getattr(job, "target", None), model.Target):
-        job.target.run_layer = compile_utils.compile(model.TargetLayer.forward, name="target layer", log=say)
+        compile_target(job.target, say)
     if world.drafts or cuda:
         work = warm_up(job)
     d = job.drafter_config
     shape = (d.hidden, d.intermediate, d.heads, d.kv_heads, d.head_dim, d.vocab)
     shape += d.windows if any(d.windows) else ()
     key = f"T{c.token_budget} A{c.anchor_chunk} B{d.block_size} {shape} {job.dtype}"
+    key += f" tp{c.target_tp}" if c.target_tp > 1 else ""
     share_cache(job, f"{key} {source}", say)
     try:
         compile_utils.gate(
@@ -1084,6 +1127,18 @@ def gate(job: Job) -> None:
     except compile_utils.GateError as error:  # the rank that failed has shown its traceback
         raise UserError(f"{error}") from None
     compile_utils.freeze()  # from here on a recompile is an error
+    if world.target_group is not None:
+        job.target.group = world.target_group  # till here each part ran alone, so that one rank can lead
+
+
+def compile_target(target: model.Target, say: Callable[[str], None]) -> None:
+    """A layer as one piece; of a part, the two pieces between its all-reduces."""
+    layer = model.TargetLayer
+    if target.parts == 1:
+        target.run_layer = compile_utils.compile(layer.forward, name="target layer", log=say)
+        return
+    target.run_attention = compile_utils.compile(layer.attention, name="target attention", log=say)
+    target.run_after_attention = compile_utils.compile(layer.after_attention, name="target MLP", log=say)
 
 
 def share_cache(job: Job, shape: str, say: typing.Callable[[str], None]) -> None:
@@ -1249,6 +1304,7 @@ def banner(job: Job) -> Iterator[str]:
     target = c.folder.relative_to(Path.cwd()) if c.folder.is_relative_to(Path.cwd()) else c.folder
     yield f"run {job.folder.path} | target {target} | {job.facts['about']}"
     roles = f"{world.drafters} drafter(s) + {world.targets} target(s)"
+    roles += f" of {c.target_tp} ranks" if c.target_tp > 1 else ""
     if world.colocate:
         roles = f"{world.size} rank(s), each drafter and target"
     yield f"{roles} on {world.nodes} node(s), {job.device.type} {dtype}"
@@ -1273,7 +1329,7 @@ def train(job: Job) -> None:
         feed = Colocated(job) if world.colocate else Streamed(job)
         run_drafter(job, feed, Pulse(job, feed.waits))
     else:
-        sender = stream.Sender(world, job.shapes, job.c.depth)
+        sender = sender_of(job)
         run_target(job, sender, Pulse(job, sender.waits))
     if job.saver:
         job.saver.wait()
@@ -1314,7 +1370,7 @@ def main() -> int:
         if os.environ.get("LOCAL_RANK", "0") == "0":
             print(f"train.py: {error}", file=sys.stderr)
         return 2
-    ending, world = Ending(), World(c.layout, c.drafters)
+    ending, world = Ending(), World(c.layout, c.drafters, c.target_tp)
     job, run = None, None
     try:
         world.join(c.device, allow_cpu=not c.target)

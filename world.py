@@ -1,9 +1,10 @@
 """The ranks of a job: who drafts, their process groups, the control exchange, and how a job ends.
 
 On each node the first ranks draft (so rank 0 leads) and the others run the target; in the colocate layout
-every rank does both. Batches have one global order: batch b belongs to node b mod n, is made by target
-(b//n) mod t and consumed by drafter (b//n) mod d of that node, so features stay on their node and any split
-sees the same batches.
+every rank does both. A target is one rank, or `tp` ranks in a row that each hold a part of it and are led by
+the first. Batches have one global order: batch b belongs to node b mod n, is made by target (b//n) mod t and
+consumed by drafter (b//n) mod d of that node, so features stay on their node and any split sees the same
+batches.
 """
 
 import datetime
@@ -52,19 +53,23 @@ class World:
     read.
     """
 
-    def __init__(self, layout: str, drafters: int):
+    def __init__(self, layout: str, drafters: int, tp: int = 1):
         self.rank, self.size = env_int("RANK", 0), env_int("WORLD_SIZE", 1)
         self.local, self.per_node = env_int("LOCAL_RANK", 0), env_int("LOCAL_WORLD_SIZE", self.size)
         self.node, self.nodes = self.rank // self.per_node, self.size // self.per_node
         self.colocate = layout == "colocate"
         self.drafters_per_node = self.per_node if self.colocate else drafters // self.nodes
         self.drafters = self.drafters_per_node * self.nodes
-        self.targets = self.size if self.colocate else self.size - self.drafters
+        self.tp = tp  # ranks of a target
+        self.targets = self.size if self.colocate else (self.size - self.drafters) // tp
         self.device = torch.device("cpu")  # until `join` has asked every rank
         self.place = self.rank % self.per_node  # among this node's ranks
         self.drafts = self.place < self.drafters_per_node
         self.runs_target = self.colocate or not self.drafts
         self.role = "drafter+target" if self.colocate else "drafter" if self.drafts else "target"
+        self.part = 0 if self.drafts else (self.place - self.drafters_per_node) % tp
+        self.leader = self.rank - self.part  # of this rank's target
+        self.target_group: dist.ProcessGroup | None = None  # of a target of several ranks, on them
 
     def drafter_of(self, batch: int) -> int:
         """Global rank of the drafter that consumes this batch."""
@@ -72,20 +77,30 @@ class World:
         return node * self.per_node + turn % self.drafters_per_node
 
     def target_of(self, batch: int) -> int:
-        """Global rank of the target that makes this batch."""
+        """Global rank of the target that makes this batch; of its leader."""
         if self.colocate:
             return self.drafter_of(batch)
         node, turn = batch % self.nodes, batch // self.nodes
-        return node * self.per_node + self.drafters_per_node + turn % (self.per_node - self.drafters_per_node)
+        return self.leaders(node)[turn % (self.targets // self.nodes)]
+
+    def leaders(self, node: int) -> range:
+        """Global rank of the first rank of each target of a node."""
+        first = node * self.per_node
+        return range(first + self.drafters_per_node, first + self.per_node, self.tp)
 
     def drafter_ranks(self) -> list[int]:
         return [r for r in range(self.size) if r % self.per_node < self.drafters_per_node]
 
     def name(self, rank: int | None = None) -> str:
-        """A rank as messages show it: `rank 3 (target)`."""
+        """A rank as messages show it: `rank 3 (target)`, `rank 4 (target 1, part 2 of 2)`."""
         rank = self.rank if rank is None else rank
         drafts = rank % self.per_node < self.drafters_per_node
-        return f"rank {rank} ({self.role if self.colocate else 'drafter' if drafts else 'target'})"
+        role = self.role if self.colocate else "drafter" if drafts else "target"
+        if role == "target" and self.tp > 1:
+            target, part = divmod(rank % self.per_node - self.drafters_per_node, self.tp)
+            target += rank // self.per_node * (self.targets // self.nodes)
+            role = f"target {target}, part {part + 1} of {self.tp}"
+        return f"rank {rank} ({role})"
 
     def join(self, device: str, allow_cpu: bool) -> None:
         """Rendezvous, agree on the device, make the groups: NCCL (gloo on CPU) for data, gloo for control."""
@@ -107,7 +122,17 @@ class World:
         self.setup = dist.new_group(backend="gloo", timeout=long)  # loading, compiling, evaluation, saving
         self.headers = dist.new_group(backend="gloo", timeout=long)  # stream.py: what describes a batch
         self.draft_group = dist.new_group(self.drafter_ranks())
+        if self.tp > 1:
+            self.join_targets(long)
         self.barrier()
+
+    def join_targets(self, timeout: datetime.timedelta) -> None:
+        """A group for the ranks of each target; long, since they wait for a leader whose buffers are full."""
+        for node in range(self.nodes):
+            for leader in self.leaders(node):
+                group = dist.new_group(range(leader, leader + self.tp), timeout=timeout)
+                if leader == self.leader and not self.drafts:
+                    self.target_group = group
 
     def choose_device(self, asked: str, allow_cpu: bool) -> torch.device:
         """cuda where every rank has a GPU of its own, said and checked over the store before NCCL is

@@ -65,6 +65,7 @@ class Run:
         for name, value in small.items():
             setattr(c, name, getattr(c, name) or value)
         c.batches_per_step, c.drafters, c.layout = c.batches_per_step or c.drafters, 0, ""
+        c.target_tp = 1
         t = train.backend(c).TargetConfig.from_folder(c.folder)
         return train.resolve(c, t, 1, 1), t
 

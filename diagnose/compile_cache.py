@@ -474,8 +474,10 @@ def _job(flags: list[str], light: bool):
     if c.target and not c.data:
         c.data = ["unread"]  # shapes do not depend on it
     t = train.backend(c).TargetConfig.from_folder(c.folder)
-    alone = dataclasses.replace(c, drafters=0, layout="colocate", batches_per_step=0)
-    c = train.resolve(alone, t, 1, 1)  # the split over ranks does not change the shapes
+    asked_tp = c.target_tp
+    alone = dataclasses.replace(c, drafters=0, layout="colocate", batches_per_step=0, target_tp=1)
+    c = train.resolve(alone, t, 1, 1)  # the split over ranks does not change the shapes, but a target's
+    c.target_tp = asked_tp
     job = object.__new__(train.Job)
     job.c, job.t, job.folder, job.world = c, t, None, world.World("colocate", 1)
     job.world.store = None

@@ -282,7 +282,8 @@ def trace_features(c, t: TargetConfig) -> int:
 
     d = c.drafter(t)
     with torch.device("meta"):
-        target = model.Target(t, d.ids[0] + 1, head=False).bfloat16()  # its layers are alike: a few will do
+        # Its layers are alike: a few will do.
+        target = model.Target(t, d.ids[0] + 1, head=False, parts=c.target_tp).bfloat16()
         out = torch.empty(c.token_budget, len(d.ids) * d.hidden, dtype=torch.bfloat16)
         row = torch.empty(c.token_budget, dtype=torch.int64)
     with traceable(), torch.no_grad(), Live() as live:
@@ -424,9 +425,9 @@ def use_random_weights() -> None:
     """Let train.py's loading make weights up, on the device: a config.json is then enough."""
     import model
 
-    def target(folder, device, dtype, layers=None, head=True, progress=False):
+    def target(folder, device, dtype, layers=None, head=True, progress=False, part=0, parts=1):
         with torch.device("meta"):
-            made = model.Target(TargetConfig.from_folder(folder), layers, head)
+            made = model.Target(TargetConfig.from_folder(folder), layers, head, parts)
         made = made.to(dtype).to_empty(device=device).requires_grad_(False).eval()
         for p in made.parameters():
             p.normal_(std=0.02)
@@ -450,7 +451,7 @@ def measure(q: Question, role: str, random_weights: bool, compile_only: bool = F
 
     train, ranks = q.train, int(os.environ.get("WORLD_SIZE", 1))
     c = dataclasses.replace(q.config, steps=2, eval_every=2, save_every=1 << 30)
-    ending, world = Ending(), World(c.layout, c.drafters)
+    ending, world = Ending(), World(c.layout, c.drafters, c.target_tp)
     world.join(c.device, allow_cpu=q.built_in)
     ending.watch(world)
     try:
@@ -484,7 +485,6 @@ def measure(q: Question, role: str, random_weights: bool, compile_only: bool = F
 
 def run_loops(job, role: str) -> None:
     """train.py's own loops, with their real stream unless a role is alone."""
-    import stream
     import train
 
     if job.world.drafts:
@@ -497,7 +497,7 @@ def run_loops(job, role: str) -> None:
         )
         train.run_drafter(job, feed, train.Pulse(job, feed.waits))
     else:
-        sender = Alone(job) if role == "target" else stream.Sender(job.world, job.shapes, job.c.depth)
+        sender = Alone(job) if role == "target" else train.sender_of(job)
         train.run_target(job, sender, train.Pulse(job, sender.waits))
 
 

@@ -209,6 +209,8 @@ class Question:
             raise ValueError(
                 "--token-budget auto: give a number; python -m diagnose.memory tells the largest that fits"
             )
+        if asked.target_tp != 1:
+            raise ValueError(f"--target-tp {asked.target_tp}: only whole targets are timed: leave it out")
         self.layout = asked.layout
         if ranks == 1:  # every split is looked at
             asked.layout, asked.drafters = "", 0
@@ -658,7 +660,9 @@ class Run:
 
     @property
     def targets(self) -> int:
-        return self.world_size if self.colocate else self.world_size - self.drafters
+        if self.colocate:
+            return self.world_size
+        return (self.world_size - self.drafters) // self.config.target_tp
 
     @property
     def state(self) -> str:
@@ -833,6 +837,8 @@ def judge_balance(run: Run) -> Finding:
         return ok(told, **data)
     side, other = ("targets", "drafters") if t > d else ("drafters", "targets")
     told += f": the {side} starve, the {other} are the bottleneck"
+    if run.config.target_tp > 1:  # the splits that are looked at below have whole targets
+        return ok(told, **data)
     best, gain, kept = better_split(run)
     if gain < 1.1:
         return ok(f"{told}; no other split of these {run.world_size} ranks is faster", **data)
