@@ -457,11 +457,6 @@ class TargetLayer(nn.Module):
             q, k = self.q_norm(q), self.k_norm(k)
         return rotate(q, cos, sin), rotate(k, cos, sin), v
 
-    def attention(self, x: Tensor, cos: Tensor, sin: Tensor, cu_seqlens: Tensor, longest: int) -> Tensor:
-        q, k, v = self.qkv(x, cos, sin)
-        out = packed_causal_attention(q, k, v.contiguous(), cu_seqlens, longest, self.window)
-        return self.o_proj(out.flatten(1))
-
     def gated(self, x: Tensor) -> Tensor:
         gate, up = self.gate_up_proj(self.post_attention_layernorm(x)).chunk(2, -1)
         return self.down_proj(F.silu(gate) * up)
@@ -470,12 +465,15 @@ class TargetLayer(nn.Module):
         return x + self.gated(x)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, cu_seqlens: Tensor, longest: int) -> Tensor:
-        return self.mlp(x + self.attention(x, cos, sin, cu_seqlens, longest))
+        q, k, v = self.qkv(x, cos, sin)
+        out = packed_causal_attention(q, k, v.contiguous(), cu_seqlens, longest, self.window)
+        return self.mlp(x + self.o_proj(out.flatten(1)))
 
-    def after_attention(self, x: Tensor, out: Tensor) -> tuple[Tensor, Tensor]:
-        """The rest of `forward`, short of its last sum, of which a part has only a summand."""
-        x = x + out
-        return x, self.gated(x)
+    def attention(self, x: Tensor, cos: Tensor, sin: Tensor, cu_seqlens: Tensor, longest: int) -> Tensor:
+        """What `forward` adds to x first; `gated` is what it adds next. Parts of a layer meet after each."""
+        q, k, v = self.qkv(x, cos, sin)
+        out = packed_causal_attention(q, k, v.contiguous(), cu_seqlens, longest, self.window)
+        return self.o_proj(out.flatten(1))
 
     def extend(
         self, x: Tensor, cos: Tensor, sin: Tensor, keys: Tensor, values: Tensor, at_PQ: Tensor, bias: Tensor
@@ -507,7 +505,7 @@ class Target(nn.Module):
         self.freq = rope_frequencies(c.head_dim, c.rope_theta, c.rope_scaling)
         self.run_layer: Callable = TargetLayer.forward  # train.py puts compiled handles here
         self.run_attention: Callable = TargetLayer.attention  # of a part: the all-reduces are between
-        self.run_after_attention: Callable = TargetLayer.after_attention
+        self.run_gated: Callable = TargetLayer.gated
 
     @staticmethod
     def load(
@@ -561,13 +559,14 @@ class Target(nn.Module):
 
     def run_part(self, layer: TargetLayer, x: Tensor, *inputs) -> Tensor:
         """A layer of which this rank has a part; what comes out is whole."""
-        x, mine = self.run_after_attention(layer, x, self.add_up(self.run_attention(layer, x, *inputs)))
-        return x + self.add_up(mine)
+        x = self.add_up(self.run_attention(layer, x, *inputs), x)
+        return self.add_up(self.run_gated(layer, x), x)
 
-    def add_up(self, mine: Tensor) -> Tensor:
+    def add_up(self, mine: Tensor, x: Tensor) -> Tensor:
+        """x and what every part gives, in the memory of this one's."""
         if self.group is not None:
             dist.all_reduce(mine, group=self.group)
-        return mine
+        return mine.add_(x)
 
     def features(
         self,

@@ -1138,7 +1138,7 @@ def compile_target(target: model.Target, say: Callable[[str], None]) -> None:
         target.run_layer = compile_utils.compile(layer.forward, name="target layer", log=say)
         return
     target.run_attention = compile_utils.compile(layer.attention, name="target attention", log=say)
-    target.run_after_attention = compile_utils.compile(layer.after_attention, name="target MLP", log=say)
+    target.run_gated = compile_utils.compile(layer.gated, name="target MLP", log=say)
 
 
 def share_cache(job: Job, shape: str, say: typing.Callable[[str], None]) -> None:

@@ -113,7 +113,7 @@ def test_parts_that_do_not_come_out_even(tmp_path):
 @pytest.mark.parametrize("parts", [1, 2, 4])
 def test_the_estimate_is_of_the_part(parts):
     """On paper against the bytes that a part's tensors take and those that come and go as it runs."""
-    sizes = {"hidden": 512, "heads": 16, "kv_heads": 4, "head_dim": 64, "intermediate": 1536}
+    sizes = {"hidden": 1024, "heads": 16, "kv_heads": 4, "head_dim": 64, "intermediate": 1536}
     t = dataclasses.replace(TargetConfig.from_folder(TINY), **sizes)
     c = train.resolve(train.parse_flags(["--token-budget", "4096"]), t, 8, 1)
     c.target_tp = parts
@@ -122,7 +122,8 @@ def test_the_estimate_is_of_the_part(parts):
     with torch.device("meta"):
         target = Target(t, max(d.ids) + 1, head=False, parts=parts)
     assert paper["target weights"] == 2 * sum(p.numel() for p in target.parameters())
-    assert paper["target activations"] == pytest.approx(memory.trace_features(c, t), rel=0.1)
+    traced = memory.trace_features(c, t)  # a part lets go of some of it earlier than the formula knows
+    assert traced <= 1.001 * paper["target activations"] <= (1.3 if parts > 1 else 1.1) * traced
 
 
 # ---------------------------------------------------------------------------------------------------------
