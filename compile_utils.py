@@ -51,6 +51,8 @@ import torch
 import torch._functorch.config
 import torch.distributed as dist
 
+from world import UserError
+
 FORMAT = 1  # of the manifest and of bundles
 MIB = 1 << 20
 NETWORK_FILE_SYSTEMS = (
@@ -899,11 +901,13 @@ class _Meeting:
         return self.store.compare_set("error", "", text).decode() == text
 
     def failure(self, error: BaseException) -> str:
+        if isinstance(error, UserError):  # says itself who and why
+            return f"{error}"
         return f"{self.who} failed in the gate: {type(error).__name__}: {error}"
 
     def fail(self, error: Exception, trace: str) -> None:
         """Tell everybody, print the traceback (only the first failing rank does), wait until it was heard."""
-        if self.tell(self.failure(error)):
+        if self.tell(self.failure(error)) and not isinstance(error, UserError):
             self.log(f"gate: {self.who} failed\n{trace.rstrip()}")
         self.linger("heard")
 

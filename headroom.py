@@ -16,6 +16,7 @@ from model import TILE, DrafterConfig, TargetConfig
 GIB, MIB = 2**30, 2**20
 # Measured on an H200 with torch 2.11, the allocator's part fitted to 15 configurations (docs/memory.md).
 CONTEXT = {"drafter": 1320 * MIB, "target": 770 * MIB, "colocate": 1320 * MIB}  # CUDA, its loaded kernels
+BARE_CONTEXT = 400 * MIB  # of it before any kernel is loaded; 500 MiB on an H200, the less the safer
 NCCL = 448 * MIB  # communicators of a rank that has peers
 FRAGMENTS = 0.055  # of what comes and goes: holes that the caching allocator leaves
 WORKSPACE = {"drafter": 390 * MIB, "target": 100 * MIB, "colocate": 390 * MIB}  # of products, and rounding

@@ -26,6 +26,9 @@ def see_one_gpu() -> None:
 
 
 see_one_gpu()
+if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:  # the older name of the same settings
+    # Segments that grow in place: on a full card the holes between fixed ones cost gigabytes.
+    os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
 
 import argparse
 import contextlib
@@ -1240,14 +1243,13 @@ def start(job: Job) -> None:
     job.ending.training = True
 
 
+@functools.cache  # first asked before anything is loaded, when all that this process holds is a bare context
 def device_memory(world: World) -> int:
     """Bytes of this rank's GPU that nobody else holds; 0 where there is no GPU."""
     if world.device.type != "cuda":
         return 0
     free, total = torch.cuda.mem_get_info()
-    context = headroom.CONTEXT[headroom.role_name(world.role)]
-    ours = torch.cuda.memory_reserved() + context + (headroom.NCCL if world.size > 1 else 0)
-    return min(total, free + ours)
+    return min(total, free + torch.cuda.memory_reserved() + headroom.BARE_CONTEXT)
 
 
 def check_device(c: Config, world: World) -> None:

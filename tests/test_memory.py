@@ -467,9 +467,21 @@ def test_an_out_of_memory_error_ends_all_ranks_with_one_message(launcher, small,
         assert re.search(rf"\b{part} [\d.]+ [GM]iB", line), part
     assert 0 < int(re.search(r": give --token-budget (\d+)", line)[1]) < 512
     assert who in ended.status()["why"]
+    assert "Traceback" not in ended.text
     if place != "gate":
-        assert "Traceback" not in ended.text
         assert int(checkpoint.checkpoints(ended.folder)[-1].name[5:]) >= 2
+
+
+def test_what_others_hold_of_a_gpu_is_not_ours(monkeypatch):
+    """A bare context is all this process holds at the first question; later ones get the same answer."""
+
+    class World:
+        device = torch.device("cuda")
+
+    free = iter([60 * memory.GIB, 1 * memory.GIB])
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (next(free), 140 * memory.GIB))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda: 0)
+    assert train.device_memory(World) == train.device_memory(World) == 60 * memory.GIB + headroom.BARE_CONTEXT
 
 
 def test_other_errors_keep_their_traceback():
