@@ -610,7 +610,7 @@ def run_suite(report: Report, only: str, cache: str) -> None:
     import tempfile
 
     processes = multiprocessing.get_context("forkserver")
-    processes.set_forkserver_preload(["model", "stream", "checkpoint", "compile_utils"])
+    processes.set_forkserver_preload(["train"])
     with tempfile.TemporaryDirectory() as place:
         jobs = []
         for n, (name, role, flags) in enumerate(SUITE):
