@@ -56,7 +56,7 @@ import hf_target
 import model
 import stream
 from model import Blocks, Drafter, DrafterConfig, TargetConfig
-from world import Control, Ending, UserError, World, launcher_store
+from world import Control, Ending, UserError, World, launcher_store, refuse
 
 TINY = Path(__file__).parent / "assets" / "tiny"
 USER_CACHE = Path.home() / ".cache" / "blockdraft"
@@ -1383,9 +1383,7 @@ def main() -> int:
         nodes = size // int(os.environ.get("LOCAL_WORLD_SIZE", size))
         asked, c = c, resolve(c, t, size, nodes)
     except (UserError, ValueError) as error:
-        if os.environ.get("LOCAL_RANK", "0") == "0":
-            print(f"train.py: {error}", file=sys.stderr)
-        return 2
+        return refuse(f"train.py: {error}")
     ending, world = Ending(), World(c.layout, c.drafters, c.target_tp)
     job, run = None, None
     try:

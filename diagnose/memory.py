@@ -59,6 +59,7 @@ from headroom import (
     said,
 )
 from model import TILE, TargetConfig
+from world import refuse
 
 # ---------------------------------------------------------------- traced
 
@@ -877,9 +878,7 @@ def main(argv: list[str] | None = None) -> int:
         if not 0 <= args.headroom < 100:
             raise ValueError(f"--headroom {args.headroom:g}: a percentage, 0 to 99")
     except ValueError as error:
-        if rank == 0:
-            print(f"diagnose.memory: {error}", file=sys.stderr)
-        return 2
+        return refuse(f"diagnose.memory: {error}")
     if args.suite:
         run_suite(report, args.only, q.asked.compile_cache)
         return report.finish()

@@ -1051,9 +1051,9 @@ def main(argv: list[str] | None = None) -> int:
     except Finding as finding:
         report.add(finding.name or "throughput", finding)
     except ValueError as error:
-        if rank == 0:
-            print(f"diagnose.throughput: {error}", file=sys.stderr)
-        return 2
+        from world import refuse
+
+        return refuse(f"diagnose.throughput: {error}")
     return report.finish()
 
 

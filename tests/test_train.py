@@ -551,6 +551,26 @@ def test_a_bad_start_is_said_once_and_writes_nothing(launcher, small, flags, tmp
     assert flags.split()[-1] in ended.text and not (tmp_path / "run").exists()
 
 
+SLOW_TO_SAY = """
+import os, time
+plain = train.refuse
+def late(line):
+    time.sleep(1 if RANK == 0 else 0)
+    code = plain(line)
+    if RANK == 1:
+        print(open(os.readlink('/proc/self/fd/2').replace('1.err', '0.err')).read())
+    return code
+train.refuse = late
+"""
+
+
+def test_a_rank_waits_for_the_one_that_says_what_is_wrong(launcher, tmp_path):
+    """torchrun would end rank 0, line and all, as soon as another rank has ended."""
+    ended = launcher.run(2, tmp_path / "run", "--no-such-flag", plant=SLOW_TO_SAY)
+    assert ended.codes == [2, 2]
+    assert ended.out[1].startswith("train.py: ") and ended.out[1].strip() == ended.err[0].strip()
+
+
 def test_the_default_split_divides_the_batches_of_a_step():
     t = model.TargetConfig.from_folder(TINY)
     for size in range(2, 9):
