@@ -376,6 +376,7 @@ def resolve_drafters(c: Config, t: TargetConfig, per_node: int, nodes: int) -> N
         if not fits:
             raise ValueError(
                 f"--batches-per-step {c.batches_per_step}: no split of {per_node} ranks a node divides it"
+                + (f" and leaves whole targets of {c.target_tp}" if c.target_tp > 1 else "")
             )
         best = per_node * ours / (ours + theirs)
         c.drafters = min(fits, key=lambda n: (abs(n - best), n)) * nodes
@@ -409,7 +410,9 @@ def check_tp(c: Config, t: TargetConfig, per_node: int) -> None:
     try:
         t.part(c.target_tp)
     except ValueError as error:
-        raise ValueError(f"{tp}: {error}: give a divisor of both, or 1") from None
+        most = min(per_node, t.kv_heads + 1)
+        fits = [str(n) for n in range(1, most) if not t.kv_heads % n and not t.intermediate % n]
+        raise ValueError(f"{tp}: {error}: give {' or '.join(fits)}") from None
 
 
 # ---------------------------------------------------------------------------------------------------------
