@@ -51,7 +51,7 @@ import stream
 from diagnose.memory import SHAPES as MODELS
 from diagnose.memory import use_random_weights
 from model import DrafterConfig, TargetConfig
-from world import Ending, World
+from world import Ending, World, refuse
 
 GIB = 2**30
 KINDS = ("step", "target", "stream", "decode")
@@ -905,9 +905,7 @@ def main(argv: list[str] | None = None) -> int:
             with tempfile.TemporaryDirectory() as place:
                 found = measure(args, flags, Path(place))
     except ValueError as error:
-        if os.environ.get("LOCAL_RANK", "0") == "0":
-            print(f"bench.py: {error}", file=sys.stderr)
-        return 2
+        return refuse(f"bench.py: {error}")
     if found and args.what != "decode":
         show(found)
     if found and args.json:

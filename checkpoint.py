@@ -14,6 +14,7 @@ import pickletools
 import shutil
 import sys
 import threading
+import time
 import zipfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -198,7 +199,8 @@ class RunFolder:
         return said
 
     def write_metrics(self, record: dict) -> None:
-        """A loss that is not finite is null: JSON knows no NaN."""
+        """With the time, in Unix seconds. A loss that is not finite is null: JSON knows no NaN."""
+        record = record | {"time": time.time()}
         with writing(self.path, "metrics.jsonl"):
             self.metrics_file.write(json.dumps({k: finite(v) for k, v in record.items()}) + "\n")
 

@@ -58,7 +58,7 @@ import model
 from decode import Prompt, Snapshot
 from model import Target, TargetLayer
 from train import TINY  # which makes this rank's GPU device 0
-from world import ATTEMPT, env_int
+from world import ATTEMPT, env_int, refuse
 
 CONSUMED = ("messages", "conversations", "system", "prompt", "response", "text", "input_ids", "loss_mask")
 PREFILL = 8192  # padded tokens of one prefill
@@ -883,16 +883,17 @@ def summary(c: argparse.Namespace, records: list[dict], ranks: list[tuple[int, f
 
 def main(argv: list[str] | None = None) -> int:
     """Exit 0: every prompt is answered; 1: failed on the way, the same command goes on; 2: a mistake."""
-    speaks = env_int("LOCAL_RANK", 0) == 0  # the mistakes that every rank sees are said once
+    own = False  # what is wrong with the flags, every rank sees
     try:
         c = parse_flags(argv)
         job = prepare(c)
-        speaks = True
+        own = True
         generate(c, *job)
         return 0
     except ValueError as error:
-        if speaks:
-            print(f"generate.py: {error}", file=sys.stderr)
+        if not own:
+            return refuse(f"generate.py: {error}")
+        print(f"generate.py: {error}", file=sys.stderr)
         return 2
     except (ServerError, OSError) as error:
         print(f"generate.py: {error}", file=sys.stderr)

@@ -5,6 +5,7 @@ Only config.json and the flags are needed. diagnose/memory.py prints it and hold
 train.py refuses a hopeless launch with it. The bytes of a model's parts are on the model itself (model.py).
 """
 
+import contextlib
 import dataclasses
 import re
 from collections.abc import Callable
@@ -85,7 +86,7 @@ def standing(c, t: TargetConfig, d: DrafterConfig, role: str, size: int) -> dict
         parts["embedding and head"] = d.vocab * d.hidden * tables
     if role != "drafter":
         whole = (t.layers, True) if decodes(c, role) else (max(d.ids) + 1, False)
-        parts["target weights"] = t.part(c.target_tp).parameters(*whole) * size
+        parts["target weights"] = share_of(c, t, role).parameters(*whole) * size
     parts["features"] = feature_buffer * (1 if role == "colocate" else c.depth)
     return parts
 
@@ -94,7 +95,7 @@ def moments(c, t: TargetConfig, d: DrafterConfig, role: str, size: int) -> dict[
     """What comes and goes, by the moment of a step."""
     found, tokens = {}, c.token_budget
     if role != "drafter":
-        found["features"] = {"target activations": t.part(c.target_tp).features_bytes(tokens, size)}
+        found["features"] = {"target activations": share_of(c, t, role).features_bytes(tokens, size)}
     if decodes(c, role):
         found["decoding"] = {"target activations": decoding_bytes(c, t, d, size)}
     if role != "target":
@@ -107,6 +108,11 @@ def moments(c, t: TargetConfig, d: DrafterConfig, role: str, size: int) -> dict[
         for moment, all_of_it in d.context_moments(tokens, slots, chunks, size).items():
             found[moment] = {"context": all_of_it}
     return found
+
+
+def share_of(c, t: TargetConfig, role: str) -> TargetConfig:
+    """What a rank of this role has of the target."""
+    return t if role == "colocate" else t.part(c.target_tp)
 
 
 def decodes(c, role: str) -> bool:
@@ -168,6 +174,17 @@ def largest_anchor_chunk(c, t: TargetConfig, role: str, ranks: int, have: int, s
     return c.anchors if fits(c.anchors) else search(fits, step, c.anchors)
 
 
+def smallest_target_tp(c, t: TargetConfig, ranks: int, have: int, size: int = 2) -> int:
+    """The fewest ranks a target, more than now, whose part of it fits; 0: none do."""
+    for parts in range(c.target_tp + 1, ranks) if c.target_backend == "native" else ():
+        with contextlib.suppress(ValueError):  # not a number that divides the target evenly
+            t.part(parts)
+            changed = dataclasses.replace(c, target_tp=parts)
+            if estimate(changed, t, "target", ranks, size).peak <= have:
+                return parts
+    return 0
+
+
 def roles_of(layout: str) -> tuple[str, ...]:
     return ("colocate",) if layout == "colocate" else ("drafter", "target")
 
@@ -193,6 +210,8 @@ def advice(resolved: Callable, c, t: TargetConfig, role: str, ranks: int, have: 
     chunk = largest_anchor_chunk(c, t, role, ranks, have, size) if role != "target" else 0
     flags = [f"--token-budget {budget}"] if budget else []
     flags += [f"--anchor-chunk {chunk}"] if 0 < chunk < c.anchor_chunk else []
+    parts = smallest_target_tp(c, t, ranks, have, size) if role == "target" else 0
+    flags += [f"--target-tp {parts}"] if parts else []
     if not flags:
         return "no --token-budget fits: use a larger card, a smaller target or fewer --draft-layers"
     return "give " + " or ".join(flags)

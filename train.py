@@ -59,7 +59,7 @@ import hf_target
 import model
 import stream
 from model import Blocks, Drafter, DrafterConfig, TargetConfig
-from world import Control, Ending, UserError, World, launcher_store
+from world import Control, Ending, UserError, World, launcher_store, refuse
 
 TINY = Path(__file__).parent / "assets" / "tiny"
 USER_CACHE = Path.home() / ".cache" / "blockdraft"
@@ -71,7 +71,7 @@ AT_MOST = {  # far beyond any use: a slip of the keyboard must not fill the memo
     "steps": 1 << 40, "epochs": 1 << 40, "seed": (1 << 63) - 1, "lr": 1e6,
 }  # fmt: skip
 AUTO = -1  # of --token-budget: what fits, found once the ranks have met
-CONTROL_FIELDS = ("step_s", "wait_s", "peak_gib", "free_gib", "stop", "tokens", *COMPUTED)
+CONTROL_FIELDS = ("step_s", "wait_s", "data_s", "peak_gib", "free_gib", "stop", "tokens", *COMPUTED)
 
 
 def option(default, text: str):
@@ -379,6 +379,7 @@ def resolve_drafters(c: Config, t: TargetConfig, per_node: int, nodes: int) -> N
         if not fits:
             raise ValueError(
                 f"--batches-per-step {c.batches_per_step}: no split of {per_node} ranks a node divides it"
+                + (f" and leaves whole targets of {c.target_tp}" if c.target_tp > 1 else "")
             )
         best = per_node * ours / (ours + theirs)
         c.drafters = min(fits, key=lambda n: (abs(n - best), n)) * nodes
@@ -412,7 +413,9 @@ def check_tp(c: Config, t: TargetConfig, per_node: int) -> None:
     try:
         t.part(c.target_tp)
     except ValueError as error:
-        raise ValueError(f"{tp}: {error}: give a divisor of both, or 1") from None
+        most = min(per_node, t.kv_heads + 1)
+        fits = [str(n) for n in range(1, most) if not t.kv_heads % n and not t.intermediate % n]
+        raise ValueError(f"{tp}: {error}: give {' or '.join(fits)}") from None
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -512,6 +515,7 @@ class Job:
         ahead = 0 if world.colocate else c.depth - (-world.targets // c.batches_per_step)
         self.stop_notice = 1 if world.colocate else 1 + c.depth
         self.control = Control(world, 1 + ahead, CONTROL_FIELDS)
+        self.loading = stream.Waits(world.device)  # for batches that the CPU is still making
 
     def load_models(self) -> None:
         c, d = self.c, self.drafter_config
@@ -584,6 +588,13 @@ class Job:
     def saves(self, step: int) -> bool:
         return step % self.save_every == 0 or step == self.last_step
 
+    def load_batch(self, b: int) -> data.Batch:
+        """Batch b of the run; counts the time that the device stands still for it."""
+        begun = self.loading.begin()
+        batch = self.batches.train(b)
+        self.loading.end(begun)
+        return batch
+
     def make_features(self, batch: data.Batch, out_TKH: Tensor) -> Tensor:
         """The target's hidden states of a packed batch, into `out_TKH` [T, K*H]."""
         tokens = int((batch.doc_T >= 0).sum())
@@ -652,7 +663,7 @@ class Colocated:
 
     @torch.no_grad()
     def train(self, b: int) -> tuple[data.Batch, Tensor]:
-        batch = self.job.batches.train(b)
+        batch = self.job.load_batch(b)
         return batch, self.job.make_features(batch, self.buffer)
 
     @torch.no_grad()
@@ -692,7 +703,7 @@ def run_target(job: Job, sender: stream.Sender | stream.Unsent, pulse: "Pulse") 
         pulse.begin_step()
         for b in job.step_batches(step):
             if job.world.target_of(b) == job.world.leader:
-                batch = job.batches.train(b)
+                batch = job.load_batch(b)
                 job.make_features(batch, sender.buffer())
                 sender.send(stream.TRAIN, batch)
         pulse.end_step(step, {})
@@ -959,7 +970,7 @@ class Pulse:
         if computed is not None and computed.is_cuda:
             computed = computed.to("cpu", non_blocking=True)
         known = known | device_in_use(job) | {"stop": job.ending.asked.is_set()}
-        self.unposted.append((step, known, computed, self.begun, ended, self.waits.cut()))
+        self.unposted.append((step, known, computed, self.begun, ended, self.cut()))
         self.begun = ended
         flush = job.saves(step) or job.evaluates(step) or step == job.last_step
         while self.unposted and (flush or len(self.unposted) > 1):
@@ -970,7 +981,7 @@ class Pulse:
         if flush:  # evaluation and saving are not part of the next step's time
             self.begun = None
 
-    def post(self, step: int, known: dict, computed: Tensor | None, begun, ended, cut) -> None:
+    def post(self, step: int, known: dict, computed: Tensor | None, begun, ended, cuts: dict) -> None:
         if self.job.device.type == "cuda":
             ended.synchronize()
             seconds = begun.elapsed_time(ended) / 1000 if begun is not None else 0.0
@@ -978,13 +989,18 @@ class Pulse:
             seconds = ended - begun if begun is not None else 0.0
         if computed is not None:
             known |= dict(zip(COMPUTED, computed.tolist(), strict=True))
-        self.job.control.post(step, known | {"step_s": seconds, "wait_s": stream.Waits.total(cut)})
+        waited = {name: stream.Waits.total(cut) for name, cut in cuts.items()}
+        self.job.control.post(step, known | {"step_s": seconds} | waited)
 
     def begin_step(self) -> None:
         """A step begins where the one before ended, but for an evaluation or a checkpoint between them."""
         if self.begun is None:
-            self.waits.cut()
+            self.cut()
             self.begun = self.mark()
+
+    def cut(self) -> dict[str, tuple]:
+        """What this rank waited for in the step that ends here: the other side, and its own data."""
+        return {"wait_s": self.waits.cut(), "data_s": self.job.loading.cut()}
 
     def decide(self, step: int) -> None:
         """What the exchange of `lag` steps ago says: stop soon, or give up. The same on every rank."""
@@ -1025,11 +1041,13 @@ class Pulse:
         drafters = world.drafter_ranks()
         leaders = [r for node in range(world.nodes) for r in world.leaders(node)]
         targets = drafters if world.colocate else leaders  # a target's other ranks wait with them
+        # Of a target's ranks the others wait for the one whose data come last.
+        loaders = [max(range(r, r + world.tp), key=lambda r: v["data_s"][r]) for r in targets]
         step_s = max(v["step_s"][r] for r in drafters)
         self.speed = [*self.speed[-49:], step_s] if step_s else self.speed
 
-        def share(ranks: list[int]) -> float:
-            return sum(v["wait_s"][r] / v["step_s"][r] if v["step_s"][r] else 0.0 for r in ranks) / len(ranks)
+        def share(ranks: list[int], what: str = "wait_s") -> float:
+            return sum(v[what][r] / v["step_s"][r] if v["step_s"][r] else 0.0 for r in ranks) / len(ranks)
 
         weight, slots, blocks = max(v["weight"][0], 1e-9), max(v["slots"][0], 1), max(v["blocks"][0], 1)
         mean_s = sum(self.speed) / max(1, len(self.speed))
@@ -1044,6 +1062,7 @@ class Pulse:
             "tokens_per_s": sum(v["tokens"]) / step_s if step_s else 0.0,
             "wait_target": share(targets),
             "wait_drafter": share(drafters),
+            "wait_data": share(loaders, "data_s"),
             "peak_gib": max(v["peak_gib"]),
             "headroom_gib": min(v["free_gib"]),
             "eta_s": (job.total_steps - step) * mean_s,
@@ -1369,9 +1388,7 @@ def main() -> int:
         nodes = size // int(os.environ.get("LOCAL_WORLD_SIZE", size))
         asked, c = c, resolve(c, t, size, nodes)
     except (UserError, ValueError) as error:
-        if os.environ.get("LOCAL_RANK", "0") == "0":
-            print(f"train.py: {error}", file=sys.stderr)
-        return 2
+        return refuse(f"train.py: {error}")
     ending, world = Ending(), World(c.layout, c.drafters, c.target_tp)
     job, run = None, None
     try:

@@ -7,6 +7,7 @@ consumed by drafter (b//n) mod d of that node, so features stay on their node an
 batches.
 """
 
+import contextlib
 import datetime
 import json
 import os
@@ -46,6 +47,21 @@ def launcher_store() -> dist.Store:
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     store = dist.TCPStore(address, port, is_master=False, timeout=datetime.timedelta(seconds=10))
     return dist.PrefixStore(f"blockdraft/{os.environ.get('TORCHELASTIC_RUN_ID', 'job')}", store)
+
+
+def refuse(line: str) -> int:
+    """Exit code 2, said once a node: by its first rank, for which the others wait, since torchrun ends all
+    ranks when the first of them ends, perhaps before that line.
+    """
+    local = env_int("LOCAL_RANK", 0)
+    if local == 0:
+        print(line, file=sys.stderr, flush=True)
+    if env_int("WORLD_SIZE", 1) > 1 and "MASTER_PORT" in os.environ:
+        said = f"refused/{ATTEMPT}/{env_int('RANK', 0) - local}"
+        with contextlib.suppress(RuntimeError):  # nobody keeps a store, or the first rank is content
+            store = launcher_store()
+            store.set(said, "1") if local == 0 else store.wait([said], datetime.timedelta(seconds=10))
+    return 2
 
 
 class World:

@@ -57,8 +57,10 @@ from headroom import (
     role_name,
     roles_of,
     said,
+    smallest_target_tp,
 )
 from model import TILE, TargetConfig
+from world import refuse
 
 # ---------------------------------------------------------------- traced
 
@@ -766,7 +768,8 @@ def judge(q: Question, role: str, have: int, size: int) -> tuple[Finding, Estima
     )
     told = f"{gib(found.peak)} of {gib(have)} GiB at its peak ({found.moment})"
     if left < 0:
-        fix = train_command(q, budget, chunk if role != "target" else 0)
+        tp = smallest_target_tp(q.config, q.target, q.ranks // q.nodes, have, size) if role == "target" else 0
+        fix = train_command(q, budget, chunk if role != "target" else 0, tp)
         return fail(f"does not fit: {told}; {largest}", fix, **data), found
     if left < TIGHT * have:
         fix = train_command(q, int(budget * 0.95) // TILE * TILE or TILE, 0)
@@ -774,8 +777,8 @@ def judge(q: Question, role: str, have: int, size: int) -> tuple[Finding, Estima
     return ok(f"fits: {told}, {gib(left)} left; {largest}", **data), found
 
 
-def train_command(q: Question, budget: int, chunk: int) -> str:
-    """The launch that would fit: the smaller budget, or the smaller chunk."""
+def train_command(q: Question, budget: int, chunk: int, tp: int = 0) -> str:
+    """The launch that would fit: the smaller budget, the smaller chunk, or more ranks a target."""
     given = dataclasses.asdict(q.asked)
     default = dataclasses.asdict(type(q.asked)())
     flags = []
@@ -785,21 +788,24 @@ def train_command(q: Question, budget: int, chunk: int) -> str:
         values = value if isinstance(value, list) else [] if value is True else [value]
         flags += ["--" + name.replace("_", "-"), *map(str, values)]
     start = f"torchrun --nproc_per_node={q.ranks // q.nodes} train.py {shlex.join(flags)}".rstrip()
-    if not budget and not chunk:
+    if not budget and not chunk and not tp:
         return f"{start}  # nothing fits: a larger card, a smaller target or fewer --draft-layers"
     lines = [f"{start} --token-budget {budget}"] if budget else []
     if 0 < chunk < q.config.anchor_chunk:
         kept = ["--token-budget", str(q.config.token_budget), "--anchor-chunk", str(chunk)]
         lines.append(f"{start} {shlex.join(kept)}  # the same budget, a chunk at a time")
+    if tp:
+        lines.append(f"{start} --target-tp {tp}  # each target on {tp} GPUs")
     return "\n".join(lines)
 
 
 def compare(report: Report, q: Question, have: int, size: int, png: str | None = None) -> None:
     """The table of all roles, then a verdict for those that the layout has."""
     c, judged = q.config, {role: judge(q, role, have, size) for role in ROLES}
+    shared = f", {c.target_tp} to a target" if c.target_tp > 1 else ""
     report.say(
-        f"{c.folder}: {c.layout}, {q.ranks} rank(s), --token-budget {c.token_budget} --anchors {c.anchors} "
-        f"--anchor-chunk {c.anchor_chunk} --max-batch-size {c.max_batch_size}"
+        f"{c.folder}: {c.layout}, {q.ranks} rank(s){shared}, --token-budget {c.token_budget} "
+        f"--anchors {c.anchors} --anchor-chunk {c.anchor_chunk} --max-batch-size {c.max_batch_size}"
     )
     rows = [
         [part, *(found.parts[part] / GIB for _, found in judged.values())]
@@ -877,9 +883,7 @@ def main(argv: list[str] | None = None) -> int:
         if not 0 <= args.headroom < 100:
             raise ValueError(f"--headroom {args.headroom:g}: a percentage, 0 to 99")
     except ValueError as error:
-        if rank == 0:
-            print(f"diagnose.memory: {error}", file=sys.stderr)
-        return 2
+        return refuse(f"diagnose.memory: {error}")
     if args.suite:
         run_suite(report, args.only, q.asked.compile_cache)
         return report.finish()

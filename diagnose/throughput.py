@@ -79,6 +79,7 @@ class Plan:
     spans: list[tuple[str, str, float, float]] = dataclasses.field(default_factory=list, repr=False)
     reduce_s: float = 0.0  # of a step, for gradients
     note: str = ""
+    tp: int = 1  # GPUs of a target
 
     @property
     def batches_per_s(self) -> float:
@@ -172,8 +173,11 @@ class Machine:
     link: float = 50e9
 
 
-def plans(t: Times, m: Machine, per_step: int, depth: int, gradient: float, chunks: int = 1) -> list[Plan]:
-    """Every split of a node and colocate, the fastest first; `per_step` 0: a batch for each drafter.
+def plans(
+    t: Times, m: Machine, per_step: int, depth: int, gradient: float, chunks: int = 1, tp: int = 1
+) -> list[Plan]:
+    """Every split of a node and colocate, the fastest first; `per_step` 0: a batch for each drafter; `tp`
+    GPUs a target, which leaves no colocate.
 
     Two that are within 1% are as good: then the one with fewer drafters, whose gradients travel less.
     """
@@ -182,13 +186,17 @@ def plans(t: Times, m: Machine, per_step: int, depth: int, gradient: float, chun
         mine = per_step // m.nodes if per_step else drafters
         if mine % drafters or mine * m.nodes != (per_step or drafters * m.nodes):
             continue
+        targets, rest = divmod(m.gpus - drafters, tp)
+        if rest or (tp > 1 and not targets):
+            continue
         hidden = t.drafter * 2 / 3 / chunks  # the last chunk's backward, which DDP overlaps with
         exposed = exposed_reduce(gradient, drafters, m.nodes, m.nvlink, m.link, hidden)
         times = dataclasses.replace(t, reduce=exposed)
         if drafters == m.gpus:
             found.append(colocate_plan(times, m.gpus, mine))
         else:
-            found.append(split_plan(times, m.gpus - drafters, drafters, mine, depth))
+            found.append(split_plan(times, targets, drafters, mine, depth))
+        found[-1].tp = tp
     found.sort(key=lambda p: -p.batches_per_s)
     near = [p for p in found if p.batches_per_s > 0.99 * found[0].batches_per_s] if found else []
     near.sort(key=lambda p: p.drafters)
@@ -209,9 +217,7 @@ class Question:
             raise ValueError(
                 "--token-budget auto: give a number; python -m diagnose.memory tells the largest that fits"
             )
-        if asked.target_tp != 1:
-            raise ValueError(f"--target-tp {asked.target_tp}: only whole targets are timed: leave it out")
-        self.layout = asked.layout
+        self.layout, self.tp = asked.layout, asked.target_tp
         if ranks == 1:  # every split is looked at
             asked.layout, asked.drafters = "", 0
             flags = without(flags, ("--layout", "--drafters"))
@@ -222,6 +228,9 @@ class Question:
         asked.data = asked.data or (["made-up.jsonl"] if asked.target else [])
         self.per_step = asked.batches_per_step
         self.target = train.backend(asked).TargetConfig.from_folder(asked.folder)
+        if self.tp > 1 and ranks == 1:
+            train.check_tp(dataclasses.replace(asked, layout=self.layout), self.target, self.tp + 1)
+            asked.target_tp = 1
         self.config = train.resolve(asked, self.target, ranks, nodes)
         c = self.config
         self.drafter = c.drafter(self.target)
@@ -233,6 +242,13 @@ class Question:
 
     def feature_bytes(self, size: int) -> int:
         return self.config.token_budget * len(self.drafter.ids) * self.target.hidden * size
+
+    def must_be_whole(self) -> None:
+        if self.tp > 1:
+            raise ValueError(
+                f"--target-tp {self.tp}: only whole targets are timed: leave it out, or ask the paper: "
+                "--simulate gpus=8,gpu=H200"
+            )
 
     def batches(self) -> type:
         import bench
@@ -352,7 +368,8 @@ def show_plans(report: Report, listed: list[Plan], m: Machine, tokens: float, to
     rows = []
     for p in listed:
         per_s, split = p.batches_per_s * m.nodes, p.layout == "split"
-        name = f"{p.targets} + {p.drafters}" if split else "colocate"
+        of = f" of {p.tp}" if p.tp > 1 else ""
+        name = f"{p.targets}{of} + {p.drafters}" if split else "colocate"
         idle = [f"{100 * share:.0f}%" if split else "-" for share in (p.idle_target, p.idle_drafter)]
         eta = clock(total / per_s) if total else "-"
         rows.append((name, 1000 * p.step_s, 1000 * p.reduce_s, per_s * tokens / 1000, *idle, eta, p.note))
@@ -377,7 +394,8 @@ def mark_memory(q: Question, listed: list[Plan], m: Machine, have: int) -> list[
 
     for p in listed if have else ():
         for role in headroom.roles_of(p.layout):
-            c = dataclasses.replace(q.config, layout=p.layout, drafters=p.drafters * m.nodes)
+            split = {"layout": p.layout, "drafters": p.drafters * m.nodes, "target_tp": p.tp}
+            c = dataclasses.replace(q.config, **split)
             if headroom.estimate(c, q.target, role, m.gpus * m.nodes).peak > have:
                 p.note = f"a {role} rank does not fit"
     return sorted(listed, key=lambda p: bool(p.note))
@@ -386,11 +404,12 @@ def mark_memory(q: Question, listed: list[Plan], m: Machine, have: int) -> list[
 def recommend(report: Report, q: Question, t: Times, m: Machine, facts: dict, png: str) -> None:
     """The table of all splits, the best one as a command."""
     per_step = q.per_step
-    listed = plans(t, m, per_step, q.config.depth, q.gradient, q.chunks)
+    listed = plans(t, m, per_step, q.config.depth, q.gradient, q.chunks, q.tp)
     listed = [p for p in listed if p.layout == (q.layout or p.layout)]
     if not listed:
         fix = f"python -m diagnose.throughput --gpus {m.gpus}  # and leave --batches-per-step out"
-        told = f"no split of {m.gpus} GPU(s) has that --layout and divides --batches-per-step {per_step}"
+        told = f"no split of {m.gpus} GPU(s) has that --layout, divides --batches-per-step {per_step}"
+        told += f" and has targets of {q.tp} GPUs" if q.tp > 1 else ""
         report.add("split", fail(told, fix))
         return
     listed = mark_memory(q, listed, m, facts.get("memory", 0))
@@ -412,7 +431,8 @@ def recommend(report: Report, q: Question, t: Times, m: Machine, facts: dict, pn
 
 
 def describe(p: Plan, m: Machine, tokens: float) -> str:
-    split = f"{p.targets} target(s) + {p.drafters} drafter(s)" if p.layout == "split" else "colocate"
+    of = f" of {p.tp} GPUs" if p.tp > 1 else ""
+    split = f"{p.targets} target(s){of} + {p.drafters} drafter(s)" if p.layout == "split" else "colocate"
     idle = f", idle t {100 * p.idle_target:.0f}% d {100 * p.idle_drafter:.0f}%" if p.layout == "split" else ""
     each = " on each node" if m.nodes > 1 else ""
     return f"{split}{each}: {tokens * p.batches_per_s * m.nodes / 1000:.3g} Ktok/s{idle}"
@@ -590,14 +610,16 @@ def ceiling_of(gpu: str) -> float:
     return GPUS[max(fits, key=len)] * 1e12 * REACHED if fits else 0.0
 
 
-def paper_times(q: Question, gpu: str) -> Times:
-    """Seconds of a batch from useful work alone."""
+def paper_times(q: Question, gpu: str, nvlink: float) -> Times:
+    """Seconds of a batch from useful work alone, and what the GPUs of a target send each other."""
     ceiling = ceiling_of(gpu)
     if not ceiling:
         raise ValueError(f"--simulate: gpu={gpu} is not known: give one of {', '.join(GPUS)}, or the times")
     theirs, ours = q.work()
     moved = 28 * q.drafter.parameters()  # AdamW reads and writes weights, moments and gradients in fp32
-    return Times(theirs / ceiling / PAPER, ours / ceiling / PAPER, update=moved / 2.5e12)
+    output = 2 * q.config.token_budget * q.target.hidden  # of a layer, in bf16; two all-reduces add it up
+    shared = (max(q.drafter.ids) + 1) * 2 * output * 2 * (q.tp - 1) / q.tp / nvlink
+    return Times(theirs / q.tp / ceiling / PAPER + shared, ours / ceiling / PAPER, update=moved / 2.5e12)
 
 
 def simulate(report: Report, q: Question, text: str, png: str) -> None:
@@ -607,9 +629,10 @@ def simulate(report: Report, q: Question, text: str, png: str) -> None:
     if "target_ms" in s:
         t = Times(s["target_ms"] / 1000, s["drafter_ms"] / 1000, update=s.get("update_ms", 0.0) / 1000)
     elif "gpu" in s:
-        t = paper_times(q, s["gpu"])
+        t = paper_times(q, s["gpu"], s["nvlink"])
         report.say(f"on paper: {100 * PAPER:.0f}% of {ceiling_of(s['gpu']) / 1e12:.0f} TFLOP/s on both sides")
     else:
+        q.must_be_whole()
         found = measure_sides(q.flags, report)
         t, facts = times_of(found), found
     m = Machine(s["gpus"], s["nodes"], s["nvlink"], s["link"])
@@ -737,7 +760,8 @@ def should_take(run: Run) -> tuple[float, float]:
     # An estimate, by the flags alone: the folder of --init-draft may be gone.
     d = train.DrafterConfig.of(run.target, c.draft_layers, c.block_size, c.taps, 0)
     layers = max(d.ids) + 1
-    of_target = run.target.prefill_flops(c.token_budget, layers) / (run.ceiling / 2) + layers * LAUNCHING_S
+    of_target = run.target.prefill_flops(c.token_budget, layers) / c.target_tp / (run.ceiling / 2)
+    of_target += layers * LAUNCHING_S
     chunks = c.anchors // c.anchor_chunk
     of_drafter = d.step_flops(c.token_budget, c.anchors, c.max_length / 4) / (run.ceiling / 2)
     of_drafter += 2 * c.draft_layers * chunks * LAUNCHING_S
@@ -762,7 +786,7 @@ def judge_progress(run: Run) -> Finding:
 
 def judge_kernels(run: Run) -> Finding:
     """What the gate said: a GPU run whose graphs were neither read nor compiled runs uncompiled."""
-    gates = re.findall(r"gate: rank (\d+) \((\S+)\) \S+ s, (\d+) hits, (\d+) misses", run.log)
+    gates = re.findall(r"gate: rank (\d+) \(([^)]+)\) \S+ s, (\d+) hits, (\d+) misses", run.log)
     eager = re.search(r"^compile: eager, (.*)$", run.log, re.M)
     missed = re.findall(r"gate: rank (\d+) .*MISSED", run.log)
     bare = [f"rank {rank} ({role})" for rank, role, hits, misses in gates if hits == misses == "0"]
@@ -786,8 +810,10 @@ def judge_speed(run: Run) -> list[Finding]:
         return [skip(f"no ceiling known for {run.gpu or 'this GPU'}", "python bench.py step", name="speed")]
     found = []
     wanted, took = should_take(run), busy(run)
+    loading = run.median("step_ms") / 1000 * run.median("wait_data")  # has a verdict of its own
+    took = max(0.0, took[0] - loading), took[1]
     if run.colocate:
-        wanted, took = (sum(wanted),), (run.median("step_ms") / 1000,)
+        wanted, took = (sum(wanted),), (took[0],)
     for side, want, have in zip(
         ("target", "drafter") if len(took) == 2 else ("rank",), wanted, took, strict=True
     ):
@@ -803,12 +829,23 @@ def judge_speed(run: Run) -> list[Finding]:
             continue
         what = "target" if side == "target" else "step"
         fix = f"python bench.py {what} {shlex.join(flags_of(run))}  # the kernels alone"
-        loading = run.median("wait_data")
-        if side != "drafter" and loading > IDLE / 2:
-            told += f"; {100 * loading:.0f}% of a step goes into making batches: a slow data loader"
-            fix = "nproc; iostat -x 1 3  # more cores, or the token cache on a local disk"
         found.append((fail if factor >= BROKEN else warn)(told, fix, **data))
     return found
+
+
+def judge_data(run: Run) -> Finding:
+    """Does a GPU stand still while the CPU makes its next batch, and does that hold the run back?"""
+    if not any("wait_data" in m for m in run.records):
+        return skip("an older version's log: it does not tell the time of making batches", "nproc; top -H")
+    share = run.median("wait_data")
+    told = f"{100 * share:.0f}% of a step a {'rank' if run.colocate else 'target'} waits for its next batch"
+    if share <= IDLE / 2:
+        return ok(told, wait_data=share)
+    if not run.colocate and run.median("wait_drafter") <= IDLE / 2:
+        return ok(f"{told}, but no drafter for it", wait_data=share)
+    fix = "nproc; iostat -x 1 3  # more cores a rank, or ~/.cache/blockdraft on a local disk"
+    told += " to be made on the CPU: a slow data loader"
+    return (fail if share >= 2 * IDLE else warn)(told, fix, wait_data=share)
 
 
 def flags_of(run: Run) -> list[str]:
@@ -837,8 +874,6 @@ def judge_balance(run: Run) -> Finding:
         return ok(told, **data)
     side, other = ("targets", "drafters") if t > d else ("drafters", "targets")
     told += f": the {side} starve, the {other} are the bottleneck"
-    if run.config.target_tp > 1:  # the splits that are looked at below have whole targets
-        return ok(told, **data)
     best, gain, kept = better_split(run)
     if gain < 1.1:
         return ok(f"{told}; no other split of these {run.world_size} ranks is faster", **data)
@@ -862,7 +897,8 @@ def better_split(run: Run) -> tuple[Plan | None, float, bool]:
     now = c.batches_per_step / (run.median("step_ms") / 1000)
     found = (None, 0.0, True)
     for per_step in (c.batches_per_step, 0):
-        listed = plans(each, Machine(run.world_size // run.nodes, run.nodes), per_step, c.depth, 0.0)
+        machine = Machine(run.world_size // run.nodes, run.nodes)
+        listed = plans(each, machine, per_step, c.depth, 0.0, tp=c.target_tp)
         best = next((p for p in listed if p.layout == "split"), None)
         gain = best.batches_per_s * run.nodes / now if best else 0.0
         if gain > 1.1 * max(1.0, found[1]):
@@ -913,7 +949,7 @@ def judge_run(report: Report, path: Path) -> None:
         fix = f"python -m diagnose.throughput {path}  # again, in a while"
         report.add("progress", skip(f"{run.state}, and no step was logged yet", fix))
         return
-    for name, judge in (("progress", judge_progress), ("speed", judge_speed)):
+    for name, judge in (("progress", judge_progress), ("speed", judge_speed), ("data", judge_data)):
         report.run(name, judge, run)
     report.run("balance", judge_balance, run)
     report.run("drift", judge_drift, run)
@@ -967,6 +1003,7 @@ def predict(report: Report, args: argparse.Namespace, q: Question) -> None:
     """Each side alone here, then every split of --gpus."""
     import torch
 
+    q.must_be_whole()
     count = torch.cuda.device_count()
     gpus = args.gpus or count or 2
     if not count and not q.own_data:
@@ -1005,6 +1042,7 @@ def main(argv: list[str] | None = None) -> int:
         if args.simulate:
             simulate(report, q, args.simulate, args.png)
         elif size > 1:
+            q.must_be_whole()
             check_split(report, q, args.png)
             if rank > 0:
                 return 0
@@ -1013,9 +1051,9 @@ def main(argv: list[str] | None = None) -> int:
     except Finding as finding:
         report.add(finding.name or "throughput", finding)
     except ValueError as error:
-        if rank == 0:
-            print(f"diagnose.throughput: {error}", file=sys.stderr)
-        return 2
+        from world import refuse
+
+        return refuse(f"diagnose.throughput: {error}")
     return report.finish()
 
 

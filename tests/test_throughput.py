@@ -224,11 +224,12 @@ class Job:
         self, steps: int = 60, change=lambda m, i: None, log: str = "", state: str = "finished"
     ) -> Path:
         c, draw = self.c, random.Random(1)
-        targets = self.size - c.drafters
+        colocate = c.layout == "colocate"
+        targets = self.size if colocate else (self.size - c.drafters) // c.target_tp
         of_target = self.target * c.batches_per_step / targets
         of_drafter = self.drafter * c.batches_per_step / c.drafters + 12
         of_link = self.link * c.batches_per_step / min(targets, c.drafters)
-        step = max(of_target, of_drafter, of_link)
+        step = of_target + of_drafter if colocate else max(of_target, of_drafter, of_link)
         lines = []
         for i in range(1, steps + 1):
             ms = step * draw.uniform(0.98, 1.04)
@@ -241,6 +242,7 @@ class Job:
             m |= {
                 "wait_target": 1 - of_target / ms,
                 "wait_drafter": 1 - of_drafter / ms,
+                "wait_data": 0.01,
                 "eta_s": 1.0 * (steps - i),
             }
             m = {k: max(0.0, v) for k, v in m.items()}
@@ -304,16 +306,28 @@ def test_4_6_instead_of_20_ktok_s_with_idle_targets_is_recognised(job, tmp_path,
 def test_a_slow_data_loader_is_told_from_slow_kernels(job, capsys):
     slow = job(drafters=5)
     slow.target *= 4
-    found = verdicts(slow.write(change=lambda m, i: m.update(wait_data=0.7)), capsys)
-    assert found["target speed"][0] == "FAIL" and "data loader" in found["target speed"][1]
-    assert found["drafter speed"][0] == "ok"
+    found = verdicts(slow.write(change=lambda m, i: m.update(wait_data=0.72)), capsys)
+    assert found["data"][0] == "FAIL" and "72% of a step a target waits" in found["data"][1]
+    assert found["target speed"][0] == found["drafter speed"][0] == "ok"
+
+
+def test_data_that_nobody_waits_for_are_no_bottleneck(job, tmp_path, capsys):
+    """Seven targets with slow data in front of one drafter, which they still keep busy."""
+    found = verdicts(job(drafters=1).write(change=lambda m, i: m.update(wait_data=0.6)), capsys)
+    assert found["data"][0] == "ok" and "no drafter" in found["data"][1]
+    both = Job(tmp_path / "both", layout="colocate", drafters=8)
+    both.target *= 3
+    found = verdicts(both.write(change=lambda m, i: m.update(wait_data=0.3)), capsys)
+    assert found["data"][0] == "warn" and "a rank waits" in found["data"][1]
+    old = Job(tmp_path / "old", drafters=6).write(change=lambda m, i: m.pop("wait_data"))
+    assert verdicts(old, capsys)["data"][0] == "skip"
 
 
 def test_slow_target_kernels_are_not_blamed_on_the_data(job, capsys):
     slow = job(drafters=5)
     slow.target *= 4
     found = verdicts(slow.write(), capsys)
-    assert found["target speed"][0] == "FAIL" and "data loader" not in found["target speed"][1]
+    assert found["target speed"][0] == "FAIL" and found["data"][0] == "ok"
 
 
 def test_starved_drafters_get_a_better_split_and_it_is_better(job, capsys):
@@ -511,3 +525,41 @@ def test_a_cluster_on_paper_scales_until_its_link_is_too_slow(tmp_path, capsys):
     one = speed(f"gpus=4,{times}")
     assert speed(f"nodes=4,gpus=4,link=400Gb,{times}") == pytest.approx(4 * one, rel=0.02)
     assert speed(f"nodes=4,gpus=4,link=0.01Gb,{times}") < 2 * one
+
+
+def test_a_cluster_on_paper_with_targets_of_several_gpus(tmp_path, capsys):
+    """Only splits into whole targets; more GPUs a target are faster by less than their number."""
+    place = Job(tmp_path / "run").c.target
+
+    def found(tp: int) -> list[dict]:
+        told = ["--simulate", "gpus=8,gpu=H200", "--target", place, "--json", str(tmp_path / "s.json")]
+        assert throughput.main([*told, "--target-tp", str(tp)]) == 0
+        assert tp == 1 or f"--target-tp {tp}" in capsys.readouterr().out
+        return json.loads((tmp_path / "s.json").read_text())["plans"]
+
+    whole, shared = found(1), found(4)
+    assert [(p["layout"], p["targets"], p["drafters"]) for p in shared] == [("split", 1, 4)]
+    bound = [next(p for p in whole if p["targets"] == n and p["layout"] == "split") for n in (1, 4)]
+    assert bound[0]["drafters"] == 7 and bound[1]["drafters"] == 4
+    assert bound[0]["tokens_per_s"] < shared[0]["tokens_per_s"] <= bound[1]["tokens_per_s"]
+    for flags, told in (("--target-tp 3", "evenly"), ("--target-tp 2 --layout colocate", "colocate")):
+        assert throughput.main(["--target", place, *flags.split()]) == 2
+        assert told in capsys.readouterr().err
+
+
+def test_the_log_of_a_run_with_shared_targets_is_judged(job, tmp_path, capsys):
+    """Two targets of two GPUs and four drafters: a target's work is divided by its GPUs."""
+    good = job(drafters=4, target_tp=2)
+    good.target /= 2
+    gates = [f"gate: rank {r} (drafter) 5.1 s, 7 hits, 0 misses (leader, warm)" for r in range(4)]
+    gates += [f"gate: rank {r} (target {r // 2 - 2}, part {r % 2 + 1} of 2) 1.0 s, 2 hits, 0 misses (warm)"
+              for r in range(4, 8)]  # fmt: skip
+    found = verdicts(good.write(log="\n".join(gates)), capsys)
+    assert not {name for name in bad(found) if name != "balance"}, found
+    assert found["kernels"][1].startswith("8 rank(s)")
+    slow = Job(tmp_path / "slow", drafters=4, target_tp=2)
+    slow.target *= 2
+    gates[5] = gates[5].replace("2 hits", "0 hits")
+    found = verdicts(slow.write(log="\n".join(gates)), capsys)
+    assert found["target speed"][0] == "FAIL" and found["kernels"][0] == "FAIL"
+    assert "rank 5 (target 0, part 2 of 2)" in found["kernels"][1]

@@ -4,6 +4,7 @@ T packed tokens, K tapped layers, H hidden.
 """
 
 import dataclasses
+import json
 import os
 import re
 from pathlib import Path
@@ -126,6 +127,30 @@ def test_the_estimate_is_of_the_part(parts):
     assert traced <= 1.001 * paper["target activations"] <= (1.3 if parts > 1 else 1.1) * traced
 
 
+def test_a_target_that_is_too_large_is_told_how_many_ranks_share_it(tmp_path, capsys):
+    """The smallest number that fits, as a flag; with it the verdict is good, with one less it is not."""
+    sizes = {"hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80, "vocab_size": 128256}
+    sizes |= {"num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 128}
+    (tmp_path / "config.json").write_text(json.dumps(json.loads((TINY / "config.json").read_text()) | sizes))
+    asked = ["--target", str(tmp_path), "--draft-layers", "2", "--anchor-chunk", "512"]
+
+    def told(gpu: str, *flags: str) -> tuple[int, str]:
+        return memory.main([*asked, "--gpu-memory", gpu, *flags]), capsys.readouterr().out
+
+    code, said = told("96GB")
+    assert code == 1 and "--target-tp 2  #" in said and "target  does not fit" in said
+    assert told("96GB", "--target-tp", "2")[0] == 0
+    code, said = told("60GB", "--target-tp", "2")
+    assert code == 1 and "--target-tp 4  #" in said
+    assert told("60GB", "--target-tp", "4")[0] == 0
+    q = memory.Question([*asked, "--target-tp", "2"], 8, 1)
+    told = headroom.refusal(q.resolved, q.config, q.target, "target", 8, 60 << 30)
+    assert "or --target-tp 4, or --ignore-headroom" in told or "give --target-tp 4" in told
+    whole = dataclasses.replace(q.config, target_tp=1)
+    both = [headroom.estimate(c, q.target, "colocate", 8).peak for c in (whole, q.config)]
+    assert both[0] == both[1]  # a rank that does both has all of it
+
+
 # ---------------------------------------------------------------------------------------------------------
 # The world
 
@@ -208,14 +233,37 @@ model.Target.run_part = run_part
 """
 
 
-@pytest.mark.parametrize("rank", [1, 2])
-def test_a_part_that_dies_ends_the_job(launcher, small, tmp_path, rank):
+def test_a_part_that_dies_ends_the_job(launcher, small, tmp_path, rank=2):
     flags = (*small, "--steps", 1000, "--target-tp", 2)
     run = launcher.run(3, tmp_path / "run", *flags, plant=DIES.format(rank=rank), limit_s=30)
     assert run.codes[rank] == -9
     assert {code for r, code in enumerate(run.codes) if r != rank} == {1}, run.text
     assert "lost the connection to another rank" in run.text
     assert run.status()["state"] == "failed"
+
+
+IN_A_PART = """
+import os
+plain = train.Job.make_features
+def make_features(job, batch, out):
+    if RANK == {rank} and batch.index == 9:
+        {what}
+    return plain(job, batch, out)
+train.Job.make_features = make_features
+"""
+
+
+def test_an_exception_in_a_part_and_a_signal_to_one_end_the_job(launcher, small, tmp_path):
+    flags = (*small, "--steps", 40, "--eval-every", 5, "--target-tp", 2)
+    plants = [
+        IN_A_PART.format(rank=2, what=what)
+        for what in ("raise OSError('planted')", "os.kill(os.getpid(), 15)")
+    ]
+    failed = launcher.run(3, tmp_path / "failed", *flags, plant=plants[0], limit_s=30)
+    assert failed.codes == [1, 1, 1] and failed.text.count("Traceback (most") == 1
+    assert failed.status() == {"state": "failed", "why": "OSError: planted"}
+    stopped = launcher.run(3, tmp_path / "stopped", *flags, plant=plants[1], limit_s=30).good()
+    assert stopped.status()["state"] == "stopped" and 9 < stopped.status()["step"] < 20
 
 
 BAD = {
@@ -225,7 +273,8 @@ BAD = {
     "colocate": (3, ("--target-tp", 2, "--layout", "colocate"), "--target-tp 2: with --layout colocate"),
     "backend": (3, ("--target-tp", 2, "--target-backend", "transformers"), "transformers cannot be shared"),
     "rest": (4, ("--target-tp", 2, "--drafters", 1), "give 2"),
-    "heads": (9, ("--target-tp", 8), "key/value heads evenly"),
+    "heads": (9, ("--target-tp", 8), "key/value heads evenly: give 1 or 2"),
+    "batches": (8, ("--target-tp", 2, "--batches-per-step", 7), "and leaves whole targets of 2"),
 }
 
 

@@ -7,6 +7,7 @@ import math
 import re
 import shutil
 import signal
+import statistics
 import subprocess
 import sys
 from pathlib import Path
@@ -21,11 +22,13 @@ import checkpoint
 import data
 import model
 import train
+from diagnose import throughput
+from diagnose.report import Report
 
 STEPS = 8
 METRICS = (
     "step loss acc acc_len lr grad_norm step_ms tokens_per_s wait_target wait_drafter peak_gib headroom_gib "
-    "eta_s"
+    "eta_s wait_data time"
 ).split()
 EVALUATION = "eval_loss eval_acc eval_acc_len eval_tau".split()
 UNROUNDED = ("loss", "grad_norm", "eval_loss")
@@ -213,13 +216,38 @@ def test_metrics_have_the_keys_of_the_contract(first_run):
     assert [m["step"] for m in records] == list(range(7))
     more = {"eval_acc_by_slot", "eval_tau_by_source"}
     for m in records:
-        wanted = {"step"} if m["step"] == 0 else set(METRICS)
+        wanted = {"step", "time"} if m["step"] == 0 else set(METRICS)
         wanted |= {*EVALUATION, *more} if m["step"] in (0, 3, 6) else set()
         assert m.keys() == wanted
         assert all(math.isfinite(v) for v in m.values() if isinstance(v, float))
     assert len(repr(records[1]["loss"])) > 8  # unrounded
     assert len(records[0]["eval_acc_by_slot"]) == 7
     assert records[0]["eval_acc_len"] < 1.1 < math.log(1024) / 6 and records[6]["loss"] < records[1]["loss"]
+
+
+SLOW_DATA = """
+import time
+plain = train.Batches.train
+def slowly(self, b):
+    time.sleep(0.2)
+    return plain(self, b)
+if RANK == {last}:
+    train.Batches.train = slowly
+"""
+
+
+@pytest.mark.parametrize(("ranks", "flags"), [(1, ()), (2, ()), (3, ("--target-tp", 2))])
+def test_a_slow_data_loader_is_named(launcher, small, first_run, tmp_path, capsys, ranks, flags):
+    """Of a rank that does both, of a target, of the last rank of a target."""
+    flags = (*small, "--steps", 6, "--eval-every", 100, *flags)
+    slow = launcher.run(ranks, tmp_path / "run", *flags, plant=SLOW_DATA.format(last=ranks - 1)).good()
+    assert statistics.median(m["wait_data"] for m in slow.records() if m["step"]) > 0.5
+    told = []
+    for folder in (slow.folder, first_run[0] / "001"):
+        report = Report("throughput")
+        throughput.judge_run(report, folder)
+        told.append({c["name"]: (c["state"], c["message"]) for c in report.checks}["data"])
+    assert told[0][0] == "FAIL" and "a slow data loader" in told[0][1] and told[1][0] == "ok"
 
 
 def test_the_console_mirrors_the_metrics(first_run):
@@ -521,6 +549,26 @@ def test_a_bad_start_is_said_once_and_writes_nothing(launcher, small, flags, tmp
     assert ended.codes == [2, 2]
     assert len("".join(ended.err).splitlines()) == 1 and "".join(ended.err).startswith("train.py: ")
     assert flags.split()[-1] in ended.text and not (tmp_path / "run").exists()
+
+
+SLOW_TO_SAY = """
+import os, time
+plain = train.refuse
+def late(line):
+    time.sleep(1 if RANK == 0 else 0)
+    code = plain(line)
+    if RANK == 1:
+        print(open(os.readlink('/proc/self/fd/2').replace('1.err', '0.err')).read())
+    return code
+train.refuse = late
+"""
+
+
+def test_a_rank_waits_for_the_one_that_says_what_is_wrong(launcher, tmp_path):
+    """torchrun would end rank 0, line and all, as soon as another rank has ended."""
+    ended = launcher.run(2, tmp_path / "run", "--no-such-flag", plant=SLOW_TO_SAY)
+    assert ended.codes == [2, 2]
+    assert ended.out[1].startswith("train.py: ") and ended.out[1].strip() == ended.err[0].strip()
 
 
 def test_the_default_split_divides_the_batches_of_a_step():
