@@ -246,7 +246,11 @@ def draw_curves(run: Path, title: str) -> None:
             axes[0, 1],
             "tokens per target pass",
             [("acc_len", "training acc_len (teacher-forced)")],
-            [("eval_acc_len", "held-out acc_len"), ("eval_tau", "held-out tau")],
+            [
+                ("eval_acc_len", "held-out acc_len"),
+                ("eval_tau", "held-out tau"),
+                ("decode_tau", "decoded (tau of --eval-decode)"),
+            ],
         ),
         (axes[1, 0], "context tokens/s", [("tokens_per_s", "all drafters")], []),
         (
@@ -260,7 +264,9 @@ def draw_curves(run: Path, title: str) -> None:
         for name, text in per_step:
             axis.plot([m["step"] for m in train], [m[name] for m in train], lw=0.8, alpha=0.6, label=text)
         for name, text in per_evaluation:
-            axis.plot([m["step"] for m in held_out], [m[name] for m in held_out], "o-", ms=4, label=text)
+            points = [(m["step"], m[name]) for m in held_out if name in m]
+            if points:
+                axis.plot(*zip(*points, strict=True), "o-", ms=4, label=text)
         axis.set(xlabel="step", ylabel=label)
         axis.grid(alpha=0.3)
         if per_step or held_out:
@@ -506,6 +512,9 @@ def export_name(name: str) -> str:
 def export_config(c: DrafterConfig) -> dict:
     """The usual Qwen3 fields plus `dflash_config`."""
     scaling = c.rope_scaling or {"rope_type": "default"}
+    cap = (
+        {"final_logit_softcapping": c.softcap} if c.softcap else {}
+    )  # readers look in one place or the other
     return {
         "architectures": ["DFlashDraftModel"],
         "model_type": "qwen3",
@@ -532,8 +541,8 @@ def export_config(c: DrafterConfig) -> dict:
         "block_size": c.block_size,
         "dtype": "bfloat16",
         "torch_dtype": "bfloat16",
-        **({"final_logit_softcapping": c.softcap} if c.softcap else {}),
-        "dflash_config": {"target_layer_ids": list(c.ids), "mask_token_id": c.mask_token},
+        **cap,
+        "dflash_config": {"target_layer_ids": list(c.ids), "mask_token_id": c.mask_token, **cap},
     }
 
 
@@ -555,8 +564,9 @@ def export(drafter: Drafter | Snapshot, folder: Path) -> None:
 def parse_export(c: dict, t: TargetConfig, fc_width: int) -> DrafterConfig:
     """The config of an export, ours or one published in another form; ValueError says what does not fit.
 
-    `block_size`, `mask_token_id`, `target_layer_ids` and `sliding_window` may stand at top level or in
-    `dflash_config`. Without `target_layer_ids` as many layers are tapped as fc, `fc_width` wide, takes in.
+    `block_size`, `mask_token_id`, `target_layer_ids`, `sliding_window` and `final_logit_softcapping` may
+    stand at top level or in `dflash_config`. Without `target_layer_ids` as many layers are tapped as fc,
+    `fc_width` wide, takes in.
     """
     extra = {} if c.get("dflash_config") is None else c["dflash_config"]
     if not isinstance(extra, dict):
@@ -594,7 +604,7 @@ def parse_export(c: dict, t: TargetConfig, fc_width: int) -> DrafterConfig:
         mask_token=number(either, "mask_token_id", least=0),
         max_position=number(c, "max_position_embeddings", t.max_position, WIDEST),
         windows=tuple(window if kind == "sliding_attention" else 0 for kind in kinds),
-        softcap=real(c, "final_logit_softcapping", 0.0, 0.0, 1e6),
+        softcap=real(either, "final_logit_softcapping", 0.0, 0.0, 1e6),
     )
 
 

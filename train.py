@@ -37,6 +37,7 @@ import functools
 import math
 import resource
 import sys
+import textwrap
 import time
 import traceback
 import types
@@ -1087,12 +1088,16 @@ class Pulse:
             return
         folder.write_metrics({"step": step, **self.held, **result})
         self.held = {}
-        folder.say(
+        line = (
             f"eval {step:05d} | loss {result['eval_loss']:.4f} | acc {100 * result['eval_acc']:.1f}% "
             f"| acc_len {result['eval_acc_len']:.2f} (teacher-forced) | tau {result['eval_tau']:.2f} | "
             + (f"decoded {result['decode_tau']:.2f} | " if "decode_tau" in result else "")
-            + ", ".join(f"{s} {tau:.2f}" for s, tau in result["eval_tau_by_source"].items())
+            + ", ".join(
+                f"{s} {tau:.2f}".replace(" ", "\0") for s, tau in result["eval_tau_by_source"].items()
+            )
         )
+        for part in textwrap.wrap(line, 100, subsequent_indent=" " * 13, break_on_hyphens=False):
+            folder.say(part.replace("\0", " "))  # a source and its number stay together
         checkpoint.draw_curves(folder.path, f"{self.job.c.folder.name}: {folder.path}")
 
 

@@ -399,6 +399,7 @@ def test_curves_survive_a_skipped_step(tmp_path):
     one = {"loss": 2.0, "acc_len": 1.5, "tokens_per_s": 10.0, "wait_target": 0.1, "wait_drafter": 0.2}
     lines = [{"step": 0, "eval_loss": 6.9, "eval_acc_len": 1.0, "eval_tau": 1.0}]
     lines += [{"step": 1, **one}, {"step": 2, **one, "loss": None}, {"step": 3, **one}]
+    lines += [lines[0] | {"step": 3, "decode_tau": 1.5}]  # --eval-decode was given to the resumed run only
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(m) + "\n" for m in lines))
     checkpoint.draw_curves(tmp_path, "title")
     assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")

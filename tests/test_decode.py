@@ -693,13 +693,10 @@ def test_init_draft_is_of_no_use_to_a_resumed_run(run, launcher):
 # train.py --eval-decode
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_decoding_at_an_evaluation_gives_its_tau(ranks, run, launcher, small, tmp_path):
+def test_decoding_at_an_evaluation_gives_its_tau(run, launcher, small, tmp_path):
     """The held-out answers are the target's own, so walking them and decoding them anew is the same."""
     flags = ["--init-draft", run, "--steps", 2, "--eval-every", 2, "--layout", "colocate"]
-    done = launcher.run(
-        ranks, tmp_path / "run", *without(small, "--draft-layers"), *flags, "--eval-decode", 999
-    )
+    done = launcher.run(2, tmp_path / "run", *without(small, "--draft-layers"), *flags, "--eval-decode", 999)
     evaluations = [m for m in done.good().records() if "eval_tau" in m]
     assert len(evaluations) == 2 and evaluations[0]["eval_tau"] > 1.05
     for m in evaluations:

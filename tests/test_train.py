@@ -11,6 +11,7 @@ import statistics
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -258,6 +259,22 @@ def test_the_console_mirrors_the_metrics(first_run):
         r"\| \d+ ms \| \d+\.\d Ktok/s \| wait t \d+% d \d+% \| \d+\.\d/\d+ GiB \| eta \d+[smh]"
     )
     assert all(re.fullmatch(form, line) for line in lines[:5]), lines
+
+
+def test_an_evaluation_of_many_sources_is_broken_into_lines(monkeypatch):
+    taus = {f"source {i} of-many": 1 + i / 10 for i in range(30)} | {"x" * 150: 2.0}
+    said = []
+    folder = SimpleNamespace(say=said.append, write_metrics=said.append, path=Path("run"))
+    pulse = train.Pulse.__new__(train.Pulse)
+    pulse.job, pulse.held = SimpleNamespace(folder=folder, c=train.Config()), {}
+    monkeypatch.setattr(checkpoint, "draw_curves", lambda *_: None)
+    result = dict.fromkeys(("eval_loss", "eval_acc", "eval_acc_len", "eval_tau", "decode_tau"), 1.0)
+    pulse.evaluated(20000, result | {"eval_tau_by_source": taus})
+    _, *lines = said
+    assert max(map(len, lines)) <= 100 and lines[0].startswith("eval 20000 | loss 1.0000 | acc 100.0% |")
+    for source, tau in list(taus.items())[:30]:
+        assert sum(f"{source} {tau:.2f}" in line for line in lines) >= 1
+    assert all(line.startswith(" " * 13) for line in lines[1:])
 
 
 def test_curves_are_a_picture(first_run):
