@@ -101,7 +101,8 @@ def moments(c, t: TargetConfig, d: DrafterConfig, role: str, size: int) -> dict[
         context = d.context_bytes(tokens, size)
         slots = c.anchor_chunk * c.block_size
         context += d.context_gradient_bytes(tokens + slots, size) if chunks > 1 else 0
-        for moment, (layers, loss) in d.chunk_moments(c.anchor_chunk, tokens, size, c.fp8).items():
+        options = (size, c.fp8, c.loss_weights == "dpace")
+        for moment, (layers, loss) in d.chunk_moments(c.anchor_chunk, tokens, *options).items():
             found[moment] = {"context": context, "activations": layers, "loss": loss}
         for moment, all_of_it in d.context_moments(tokens, slots, chunks, size).items():
             found[moment] = {"context": all_of_it}

@@ -109,6 +109,7 @@ class Config:
         0, "anchors at a time: memory follows this, the result does not (at most 2048)"
     )
     gamma: float = option(0.0, "decay of the loss weights within a block (7, 5, 4 for B = 16, 10, 8)")
+    loss_weights: str = option("decay", "decay: by --gamma; dpace: by the drafter's own confidence")
     lr: float = option(0.0, "peak learning rate (6e-4)")
     warmup_ratio: float = option(0.04, "share of the steps with rising learning rate")
     clip: float = option(1.0, "largest gradient norm")
@@ -305,6 +306,8 @@ def resolve(c: Config, t: TargetConfig, world_size: int, nodes: int) -> Config:
         raise ValueError(
             f"--eval-decode with --target-backend {c.target_backend}: no cache to decode with: leave it out"
         )
+    if c.loss_weights not in ("decay", "dpace"):
+        raise ValueError(f"--loss-weights {data.short(c.loss_weights, 40)}: give decay or dpace")
     if c.device not in ("", "cuda", "cpu"):
         raise ValueError(f"--device {data.short(c.device, 40)}: give cuda or cpu")
     if c.fp8:
@@ -527,6 +530,7 @@ class Job:
                 lambda: backend(c).load_embedding_and_head(c.folder, self.device, self.dtype), "target"
             )
             self.drafter = Drafter(d, *tables, seed=c.seed, in_fp8=c.fp8).to(self.device)
+            self.drafter.dpace = c.loss_weights == "dpace"
             self.optimizer = torch.optim.AdamW(
                 self.drafter.parameters(), lr=c.lr, betas=(0.9, 0.95), weight_decay=0.0, fused=True
             )
@@ -1112,6 +1116,7 @@ def gate(job: Job) -> None:
     shape += d.windows if any(d.windows) else ()
     key = f"T{c.token_budget} A{c.anchor_chunk} B{d.block_size} {shape} {job.dtype}"
     key += f" tp{c.target_tp}" if c.target_tp > 1 else ""
+    key += " dpace" if c.loss_weights == "dpace" else ""
     share_cache(job, f"{key} {source}", say)
     try:
         compile_utils.gate(
