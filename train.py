@@ -104,6 +104,9 @@ class Config:
     block_size: int = option(0, "tokens of a block, B (16)")
     draft_layers: int = option(0, "layers of the drafter (5)")
     taps: int = option(0, "target layers whose outputs the drafter sees, K (5)")
+    feature_noise: float = option(
+        0.0, "noise on the features in training, as a share of their root mean square (none)"
+    )
     anchors: int = option(0, "anchors of a batch, A (a quarter of the token budget)")
     anchor_chunk: int = option(
         0, "anchors at a time: memory follows this, the result does not (at most 2048)"
@@ -300,6 +303,8 @@ def resolve(c: Config, t: TargetConfig, world_size: int, nodes: int) -> Config:
         )
     if not 0 <= c.headroom < 100:
         raise ValueError(f"--headroom {c.headroom:g}: a percentage, at least 0 and below 100")
+    if not 0 <= c.feature_noise <= 10:
+        raise ValueError(f"--feature-noise {c.feature_noise:g}: must be at least 0 and at most 10")
     if not 0 <= c.warmup_ratio < 1:
         raise ValueError(f"--warmup-ratio {c.warmup_ratio}: must be at least 0 and below 1")
     if c.eval_decode and backend(c) is not model:
@@ -726,6 +731,8 @@ def run_drafter(job: Job, feed: Streamed | Colocated, pulse: "Pulse") -> None:
         mine = [b for b in job.step_batches(step) if world.drafter_of(b) == world.rank]
         for b in mine:
             batch, features_TKH = feed.train(b)
+            if job.c.feature_noise:
+                model.add_noise(features_TKH, job.c.feature_noise, job.t.hidden, (job.c.seed, b))
             totals += accumulate(job, replica, batch, features_TKH, sync=b == mine[-1])
             tokens += int((batch.doc_T >= 0).sum())
             feed.release()
