@@ -969,6 +969,28 @@ class DrafterConfig:
         attention = slots * (context + self.block_size) * self.heads * self.head_dim * 2 * self.layers
         return 2.0 * (3 * (of_slots + of_context) + 2 * head + 3.5 * attention)
 
+    def matrices(self) -> list[tuple[int, int]]:
+        """Shapes of the trained matrices."""
+        h, i, q, kv = (
+            self.hidden,
+            self.intermediate,
+            self.heads * self.head_dim,
+            self.kv_heads * self.head_dim,
+        )
+        of_layer = [(q, h), (kv, h), (kv, h), (h, q), (i, h), (i, h), (h, i)]
+        return [(h, len(self.ids) * h), *self.layers * of_layer]
+
+    def muon_flops(self) -> float:
+        """Of a step of Muon: five Newton-Schulz rounds a matrix."""
+        return sum(5.0 * (4 * min(s) ** 2 * max(s) + 2 * min(s) ** 3) for s in self.matrices())
+
+    def muon_bytes(self) -> int:
+        """Of a step of Muon: a copy of the matrices to go back to; of the largest the update in fp32, two of
+        it in bf16, and two products of its shorter side.
+        """
+        rows, columns = max(self.matrices(), key=math.prod)
+        return 4 * sum(map(math.prod, self.matrices())) + 8 * rows * columns + 4 * min(rows, columns) ** 2
+
     def context_bytes(self, tokens: int, size: int = 2) -> int:
         """What is kept of the context, from the output of fc to each layer's keys and values."""
         kv = self.kv_heads * self.head_dim

@@ -54,6 +54,7 @@ import fp8
 import headroom
 import hf_target
 import model
+import muon
 import stream
 from model import Blocks, Drafter, DrafterConfig, TargetConfig
 from world import Control, Ending, UserError, World, launcher_store
@@ -116,6 +117,7 @@ class Config:
     lr: float = option(0.0, "peak learning rate (6e-4)")
     warmup_ratio: float = option(0.04, "share of the steps with rising learning rate")
     clip: float = option(1.0, "largest gradient norm")
+    optimizer: str = option("adamw", "adamw, or muon for the drafter's matrices")
     steps: int = option(0, "optimizer steps (default: as many as --epochs takes)")
     epochs: int = option(0, "passes over the data (6)")
     batches_per_step: int = option(
@@ -281,6 +283,8 @@ def resolve(c: Config, t: TargetConfig, world_size: int, nodes: int) -> Config:
     for name in not_below.split():
         if getattr(c, name) < 0:
             raise ValueError(f"--{name.replace('_', '-')} {getattr(c, name)}: must not be below 0")
+    if c.optimizer not in ("adamw", "muon"):
+        raise ValueError(f"--optimizer {data.short(c.optimizer, 40)}: give adamw or muon")
     if c.mask_token_id < -1:
         raise ValueError(f"--mask-token-id {c.mask_token_id}: give a token id, or leave it out")
     for name, most in AT_MOST.items():
@@ -539,6 +543,8 @@ class Job:
             self.optimizer = torch.optim.AdamW(
                 self.drafter.parameters(), lr=c.lr, betas=(0.9, 0.95), weight_decay=0.0, fused=True
             )
+            if c.optimizer == "muon":
+                self.optimizer = muon.Muon(self.drafter.parameters(), c.lr)
         else:
             self.world.together(lambda: None, "target")
         if c.init_draft and not self.place:
@@ -1240,6 +1246,12 @@ def start(job: Job) -> None:
                 saved = state["next_batch"] // max(1, state["step"])
                 raise ValueError(
                     f"--batches-per-step {c.batches_per_step}: {job.place} has {saved}: leave it out"
+                )
+            was = state.get("config", {}).get("optimizer", "adamw")
+            if was != c.optimizer:
+                was = data.short(str(was), 40)
+                raise ValueError(
+                    f"--optimizer {c.optimizer}: {job.place} has the state of {was}: leave it out"
                 )
             return checkpoint.load(job.place, job.drafter, job.optimizer) if world.drafts else state
 

@@ -597,7 +597,8 @@ def paper_times(q: Question, gpu: str) -> Times:
         raise ValueError(f"--simulate: gpu={gpu} is not known: give one of {', '.join(GPUS)}, or the times")
     theirs, ours = q.work()
     moved = 28 * q.drafter.parameters()  # AdamW reads and writes weights, moments and gradients in fp32
-    return Times(theirs / ceiling / PAPER, ours / ceiling / PAPER, update=moved / 2.5e12)
+    more = q.drafter.muon_flops() / ceiling / PAPER if q.config.optimizer == "muon" else 0.0
+    return Times(theirs / ceiling / PAPER, ours / ceiling / PAPER, update=moved / 2.5e12 + more)
 
 
 def simulate(report: Report, q: Question, text: str, png: str) -> None:
