@@ -179,7 +179,12 @@ def test_the_shapes_that_the_estimate_counts_are_the_drafters():
     )  # its copies are most where little is drafted
 
 
-def test_another_name_is_refused():
+def test_another_name_is_refused_and_the_rate_is_its_own():
+    t = model.TargetConfig.from_folder(train.TINY)
+    rates = [
+        train.resolve(train.parse_flags(["--optimizer", name]), t, 1, 1).lr for name in ("adamw", "muon")
+    ]
+    assert rates == [3e-3, 1e-2]
     c = train.parse_flags(["--optimizer", "muoon"])
     with pytest.raises(ValueError, match="--optimizer muoon: give adamw or muon"):
         train.resolve(c, model.TargetConfig.from_folder(train.TINY), 1, 1)
