@@ -464,18 +464,20 @@ def read_moments(path: Path, device: torch.device) -> dict:
 
 def check_moments(moments: Any, optimizer: torch.optim.Optimizer, step: int) -> None:
     """ValueError unless every parameter has finite moments of its shape."""
-    places = [p for group in optimizer.param_groups for p in group["params"]]
+    of_adamw, of_muon = ("step", "exp_avg", "exp_avg_sq"), ("momentum_buffer",)
+    groups = [(g["params"], of_muon if "momentum" in g else of_adamw) for g in optimizer.param_groups]
+    places, names = zip(*((p, names) for params, names in groups for p in params), strict=True)
     held = moments.get("state") if isinstance(moments, dict) else None
     if not isinstance(held, dict) or (step and held.keys() != set(range(len(places)))):
         raise ValueError(f"optimizer.pt has no moments for {len(places)} parameters")
     for i, entry in held.items():
-        for name in ("step", "exp_avg", "exp_avg_sq"):
+        for name in names[i]:
             shape = torch.Size() if name == "step" else places[i].shape
             value = entry.get(name) if isinstance(entry, dict) else None
             if not isinstance(value, Tensor) or value.shape != shape or value.dtype != torch.float32:
                 found = list(value.shape) if isinstance(value, Tensor) else type(value).__name__
                 raise ValueError(f"optimizer.pt has moments of {found} for {list(shape)}")
-            if not value.isfinite().all() or (name != "exp_avg" and (value < 0).any()):
+            if not value.isfinite().all() or (name in ("step", "exp_avg_sq") and (value < 0).any()):
                 raise ValueError(f"optimizer.pt has {name} of parameter {i} out of range")
 
 

@@ -7,6 +7,7 @@ train.py refuses a hopeless launch with it. The bytes of a model's parts are on 
 
 import contextlib
 import dataclasses
+import math
 import re
 from collections.abc import Callable
 
@@ -82,6 +83,8 @@ def standing(c, t: TargetConfig, d: DrafterConfig, role: str, size: int) -> dict
     if role != "target":
         parts["weights"] = parts["gradients"] = 4 * d.parameters()  # fp32
         parts["moments"] = 8 * d.parameters()
+        if c.optimizer == "muon":
+            parts["moments"] -= 4 * sum(map(math.prod, d.matrices()))
         tables = 2 * size if c.fp8 or not t.tied else size  # an 8-bit head has both layouts
         parts["embedding and head"] = d.vocab * d.hidden * tables
     if role != "drafter":
@@ -103,10 +106,13 @@ def moments(c, t: TargetConfig, d: DrafterConfig, role: str, size: int) -> dict[
         context = d.context_bytes(tokens, size)
         slots = c.anchor_chunk * c.block_size
         context += d.context_gradient_bytes(tokens + slots, size) if chunks > 1 else 0
-        for moment, (layers, loss) in d.chunk_moments(c.anchor_chunk, tokens, size, c.fp8).items():
+        options = (size, c.fp8, c.loss_weights == "dpace")
+        for moment, (layers, loss) in d.chunk_moments(c.anchor_chunk, tokens, *options).items():
             found[moment] = {"context": context, "activations": layers, "loss": loss}
         for moment, all_of_it in d.context_moments(tokens, slots, chunks, size).items():
             found[moment] = {"context": all_of_it}
+        if c.optimizer == "muon":
+            found["update of the weights"] = {"activations": d.muon_bytes()}
     return found
 
 

@@ -15,6 +15,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
+import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -968,6 +969,28 @@ class DrafterConfig:
         attention = slots * (context + self.block_size) * self.heads * self.head_dim * 2 * self.layers
         return 2.0 * (3 * (of_slots + of_context) + 2 * head + 3.5 * attention)
 
+    def matrices(self) -> list[tuple[int, int]]:
+        """Shapes of the trained matrices."""
+        h, i, q, kv = (
+            self.hidden,
+            self.intermediate,
+            self.heads * self.head_dim,
+            self.kv_heads * self.head_dim,
+        )
+        of_layer = [(q, h), (kv, h), (kv, h), (h, q), (i, h), (i, h), (h, i)]
+        return [(h, len(self.ids) * h), *self.layers * of_layer]
+
+    def muon_flops(self) -> float:
+        """Of a step of Muon: five Newton-Schulz rounds a matrix."""
+        return sum(5.0 * (4 * min(s) ** 2 * max(s) + 2 * min(s) ** 3) for s in self.matrices())
+
+    def muon_bytes(self) -> int:
+        """Of a step of Muon: a copy of the matrices to go back to; of the largest the update in fp32, two of
+        it in bf16, and two products of its shorter side.
+        """
+        rows, columns = max(self.matrices(), key=math.prod)
+        return 4 * sum(map(math.prod, self.matrices())) + 8 * rows * columns + 4 * min(rows, columns) ** 2
+
     def context_bytes(self, tokens: int, size: int = 2) -> int:
         """What is kept of the context, from the output of fc to each layer's keys and values."""
         kv = self.kv_heads * self.head_dim
@@ -994,17 +1017,18 @@ class DrafterConfig:
         return slots * of_slot + 2 * size * (tokens + slots) * kv + copies
 
     def chunk_moments(
-        self, anchors: int, tokens: int, size: int = 2, in_fp8: bool = False
+        self, anchors: int, tokens: int, size: int = 2, in_fp8: bool = False, whole_blocks: bool = False
     ) -> dict[str, tuple[int, int]]:
         """Bytes (of the layers, of the loss) of one chunk of anchors at the moments that can be its peak, its
-        context not counted.
+        context not counted. `whole_blocks`: the loss takes no part of one at a time.
         """
         slots, drafted = anchors * self.block_size, anchors * (self.block_size - 1)
         h, i, kv = self.hidden, self.intermediate, self.kv_heads * self.head_dim
         of_a_layer = self.layer_bytes(slots, tokens, size, in_fp8)
         kept = self.layers * of_a_layer + slots * (size * h + 8 * self.head_dim)
         kept += 40 * slots  # ids, positions, labels, weights
-        logits = (size + (1 if in_fp8 else size)) * ChunkedCrossEntropy.rows(drafted, self.vocab) * self.vocab
+        rows = ChunkedCrossEntropy.rows(drafted, self.vocab, self.block_size - 1 if whole_blocks else 1)
+        logits = (size + (1 if in_fp8 else size)) * rows * self.vocab
         of_layer = 2 * size * i * slots + (4 + size) * h * i
         after = 4 * self.layer_parameters() + 2 * size * (2 * tokens + slots) * kv
         after -= of_a_layer  # a layer's gradients leave together
@@ -1027,6 +1051,20 @@ class DrafterConfig:
         same = {f.name: getattr(t, f.name) for f in dataclasses.fields(DrafterConfig) if hasattr(t, f.name)}
         same |= dict(layers=layers, block_size=block_size, mask_token=mask_token, windows=(0,) * layers)
         return DrafterConfig(**same, ids=tuple(tap_layers(t.layers, taps)), target_layers=t.layers)
+
+
+def add_noise(features_TKH: Tensor, amount: float, hidden: int, seed: tuple[int, int]) -> None:
+    """Add to the features, in place, what is uniform between -amount and amount times the root mean square
+    of each token's feature of each tapped layer: layers differ in scale, and so do tokens.
+
+    Drawn on the device from `seed`, one tapped layer at a time, so that little memory and no wait is needed.
+    """
+    drawn = int(np.random.SeedSequence([*seed, 0x4015E]).generate_state(1, np.uint64)[0] >> np.uint64(1))
+    random = torch.Generator(features_TKH.device).manual_seed(drawn)
+    for feature_TH in features_TKH.split(hidden, 1):
+        noise_TH = torch.empty_like(feature_TH).uniform_(-amount, amount, generator=random)
+        rms_T1 = torch.linalg.vector_norm(feature_TH, dim=1, keepdim=True, dtype=torch.float32)
+        feature_TH.addcmul_(noise_TH, (rms_T1 / math.sqrt(hidden)).to(feature_TH.dtype))
 
 
 class DrafterLayer(nn.Module):
@@ -1097,7 +1135,7 @@ class Drafter(nn.Module):
     `embedding` and `head` [V, H] are the target's, as plain attributes: neither saved nor trained.
     `run_context`, `run_layer`, `run_norm` and `run_loss` are what a step calls: train.py puts compiled
     handles there; saving and decoding go through the module itself. `in_fp8`: products of the layers and of
-    the loss in 8-bit floats (fp8.py).
+    the loss in 8-bit floats (fp8.py). `dpace`: in training the slots are weighted by `dpace_weights`.
     """
 
     def __init__(
@@ -1115,6 +1153,7 @@ class Drafter(nn.Module):
         self.run_layer: Callable = DrafterLayer.forward
         self.run_norm: Callable = RMSNorm.forward
         self.run_loss: Callable = cross_entropy_rows
+        self.dpace = False
         self._reset(seed)
         self.fp8_head = fp8.Head(self.head) if in_fp8 else None
         if in_fp8:
@@ -1205,14 +1244,31 @@ class Drafter(nn.Module):
         h = self.hidden(kv, blocks).unflatten(0, (-1, self.c.block_size))[:, 1:].flatten(0, 1)
         labels, weights = blocks.labels_AB[:, 1:].flatten(), blocks.weights_AB[:, 1:].flatten()
         head = self.fp8_head or Head(self.head)
-        cap, run_rows = self.c.softcap, self.run_loss
+        cap, run_rows, drafted = self.c.softcap, self.run_loss, self.c.block_size - 1
         run_rows = functools.partial(run_rows, softcap=cap) if cap else run_rows
-        loss, predicted = ChunkedCrossEntropy.apply(h, head, labels, weights, run_rows)
-        return loss, predicted.unflatten(0, (-1, self.c.block_size - 1))
+        if self.dpace and torch.is_grad_enabled():
+            run_rows = functools.partial(run_rows, block=drafted)
+            loss, predicted = ChunkedCrossEntropy.apply(h, head, labels, weights, run_rows, drafted)
+            loss = loss * drafted
+        else:
+            loss, predicted = ChunkedCrossEntropy.apply(h, head, labels, weights, run_rows)
+        return loss, predicted.unflatten(0, (-1, drafted))
 
 
 # ---------------------------------------------------------------------------------------------------------
 # Loss
+
+
+def dpace_weights(loss_AK: Tensor, supervised_AK: Tensor, smoothing: float = 0.5) -> Tensor:
+    """D-PACE (arXiv 2605.18810): what each drafted slot adds to the length that its block is accepted to,
+    fp32 [A, B-1], from the drafter's own cross-entropies.
+
+    w_j = sum over m >= j of the product of q_1 .. q_m, each q = exp(-loss) drawn halfway to 1. A block ends
+    at its first unsupervised slot: no weight from there on.
+    """
+    q_AK = smoothing + (1 - smoothing) * torch.exp(-loss_AK)
+    reached_AK = torch.where(supervised_AK, q_AK, 0.0).cumprod(1)
+    return reached_AK.flip(1).cumsum(1).flip(1)
 
 
 def cross_entropy_rows(
@@ -1222,17 +1278,23 @@ def cross_entropy_rows(
     unit: float = 1.0,
     dtype: torch.dtype | None = None,
     softcap: float = 0.0,
+    block: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Weighted loss sum, argmax and d loss / d logits of some rows; logits [rows, V] in any dtype.
 
-    The gradient is in multiples of `unit`, in `dtype` (that of the logits).
+    The gradient is in multiples of `unit`, in `dtype` (that of the logits). With `block` drafted slots the
+    rows are whole blocks, weighted by `dpace_weights` / `block` where `weights` has any: fp8.py counts on
+    weights of at most 1.
     """
     wide = softcap * torch.tanh(logits.float() / softcap) if softcap else logits.float()
     top = wide.amax(-1)
     e = torch.exp(wide - top[:, None])
     z = e.sum(-1)
     picked = wide.gather(1, labels[:, None])[:, 0]
-    loss = (weights * (top + z.log() - picked)).sum()
+    loss_R = top + z.log() - picked
+    if block:
+        weights = dpace_weights(loss_R.view(-1, block), weights.view(-1, block) > 0).flatten() / block
+    loss = (weights * loss_R).sum()
     # The argmax as a minimum of columns, which shares a pass with the gradient; int32, or it would be slower.
     column = torch.arange(wide.shape[1], device=wide.device, dtype=torch.int32)
     predicted = torch.where(wide == top[:, None], column, wide.shape[1]).amin(-1)
@@ -1269,14 +1331,17 @@ class ChunkedCrossEntropy(torch.autograd.Function):
     ELEMENTS = 1 << 28  # logits at a time: 0.5 GiB in bf16
 
     @staticmethod
-    def rows(total: int, vocab: int) -> int:
-        """Rows of logits at a time; those of one part live together with their gradient."""
-        parts = -(-total // max(1, ChunkedCrossEntropy.ELEMENTS // vocab))
-        return -(-total // parts)
+    def rows(total: int, vocab: int, block: int = 1) -> int:
+        """Rows of logits at a time, whole blocks of them; those of one part live together with their
+        gradient.
+        """
+        total = total // block
+        parts = -(-total // max(1, ChunkedCrossEntropy.ELEMENTS // (block * vocab)))
+        return -(-total // parts) * block
 
     @staticmethod
-    def forward(ctx, h, head, labels, weights, run_rows):
-        rows = ChunkedCrossEntropy.rows(len(h), head.shape[0])
+    def forward(ctx, h, head, labels, weights, run_rows, block=1):
+        rows = ChunkedCrossEntropy.rows(len(h), head.shape[0], block)
         grad = torch.empty_like(h) if ctx.needs_input_grad[0] else None
         loss, predicted = h.new_zeros((), dtype=torch.float32), []
         for lo in range(0, len(h), rows):
@@ -1298,7 +1363,7 @@ class ChunkedCrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad_loss, _):
         (grad,) = ctx.saved_tensors
-        return grad * grad_loss.to(grad.dtype), None, None, None, None
+        return grad * grad_loss.to(grad.dtype), None, None, None, None, None
 
 
 def matching_prefix(predicted_AB: Tensor, labels_AB: Tensor, weights_AB: Tensor) -> Tensor:

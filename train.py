@@ -58,6 +58,7 @@ import fp8
 import headroom
 import hf_target
 import model
+import muon
 import stream
 from model import Blocks, Drafter, DrafterConfig, TargetConfig
 from world import Control, Ending, UserError, World, launcher_store, refuse
@@ -108,14 +109,19 @@ class Config:
     block_size: int = option(0, "tokens of a block, B (16)")
     draft_layers: int = option(0, "layers of the drafter (5)")
     taps: int = option(0, "target layers whose outputs the drafter sees, K (5)")
+    feature_noise: float = option(
+        0.0, "noise on the features in training, as a share of their root mean square (none)"
+    )
     anchors: int = option(0, "anchors of a batch, A (a quarter of the token budget)")
     anchor_chunk: int = option(
         0, "anchors at a time: memory follows this, the result does not (at most 2048)"
     )
     gamma: float = option(0.0, "decay of the loss weights within a block (7, 5, 4 for B = 16, 10, 8)")
-    lr: float = option(0.0, "peak learning rate (6e-4)")
+    loss_weights: str = option("decay", "decay: by --gamma; dpace: by the drafter's own confidence")
+    lr: float = option(0.0, "peak learning rate (6e-4; 2e-3 with --optimizer muon)")
     warmup_ratio: float = option(0.04, "share of the steps with rising learning rate")
     clip: float = option(1.0, "largest gradient norm")
+    optimizer: str = option("adamw", "adamw, or muon for the drafter's matrices")
     steps: int = option(0, "optimizer steps (default: as many as --epochs takes)")
     epochs: int = option(0, "passes over the data (6)")
     batches_per_step: int = option(
@@ -264,6 +270,8 @@ def resolve(c: Config, t: TargetConfig, world_size: int, nodes: int) -> Config:
     c.anchors = c.anchors or max(1, c.token_budget // 4)
     c.anchor_chunk = min(c.anchor_chunk or 2048, c.anchors)
     c.anchors = -(-c.anchors // c.anchor_chunk) * c.anchor_chunk
+    if c.optimizer == "muon":
+        c.lr = c.lr or (1e-2 if tiny else 2e-3)
     c.lr = c.lr or (3e-3 if tiny else 6e-4)
     if tiny:
         c.steps = c.steps or (0 if c.epochs else 250)
@@ -281,6 +289,8 @@ def resolve(c: Config, t: TargetConfig, world_size: int, nodes: int) -> Config:
     for name in not_below.split():
         if getattr(c, name) < 0:
             raise ValueError(f"--{name.replace('_', '-')} {getattr(c, name)}: must not be below 0")
+    if c.optimizer not in ("adamw", "muon"):
+        raise ValueError(f"--optimizer {data.short(c.optimizer, 40)}: give adamw or muon")
     if c.mask_token_id < -1:
         raise ValueError(f"--mask-token-id {c.mask_token_id}: give a token id, or leave it out")
     for name, most in AT_MOST.items():
@@ -303,12 +313,16 @@ def resolve(c: Config, t: TargetConfig, world_size: int, nodes: int) -> Config:
         )
     if not 0 <= c.headroom < 100:
         raise ValueError(f"--headroom {c.headroom:g}: a percentage, at least 0 and below 100")
+    if not 0 <= c.feature_noise <= 10:
+        raise ValueError(f"--feature-noise {c.feature_noise:g}: must be at least 0 and at most 10")
     if not 0 <= c.warmup_ratio < 1:
         raise ValueError(f"--warmup-ratio {c.warmup_ratio}: must be at least 0 and below 1")
     if c.eval_decode and backend(c) is not model:
         raise ValueError(
             f"--eval-decode with --target-backend {c.target_backend}: no cache to decode with: leave it out"
         )
+    if c.loss_weights not in ("decay", "dpace"):
+        raise ValueError(f"--loss-weights {data.short(c.loss_weights, 40)}: give decay or dpace")
     if c.device not in ("", "cuda", "cpu"):
         raise ValueError(f"--device {data.short(c.device, 40)}: give cuda or cpu")
     if c.fp8:
@@ -535,9 +549,12 @@ class Job:
                 lambda: backend(c).load_embedding_and_head(c.folder, self.device, self.dtype), "target"
             )
             self.drafter = Drafter(d, *tables, seed=c.seed, in_fp8=c.fp8).to(self.device)
+            self.drafter.dpace = c.loss_weights == "dpace"
             self.optimizer = torch.optim.AdamW(
                 self.drafter.parameters(), lr=c.lr, betas=(0.9, 0.95), weight_decay=0.0, fused=True
             )
+            if c.optimizer == "muon":
+                self.optimizer = muon.Muon(self.drafter.parameters(), c.lr)
         else:
             self.world.together(lambda: None, "target")
         if c.init_draft and not self.place:
@@ -737,6 +754,8 @@ def run_drafter(job: Job, feed: Streamed | Colocated, pulse: "Pulse") -> None:
         mine = [b for b in job.step_batches(step) if world.drafter_of(b) == world.rank]
         for b in mine:
             batch, features_TKH = feed.train(b)
+            if job.c.feature_noise:
+                model.add_noise(features_TKH, job.c.feature_noise, job.t.hidden, (job.c.seed, b))
             totals += accumulate(job, replica, batch, features_TKH, sync=b == mine[-1])
             tokens += int((batch.doc_T >= 0).sum())
             feed.release()
@@ -1139,6 +1158,7 @@ def gate(job: Job) -> None:
     shape += d.windows if any(d.windows) else ()
     key = f"T{c.token_budget} A{c.anchor_chunk} B{d.block_size} {shape} {job.dtype}"
     key += f" tp{c.target_tp}" if c.target_tp > 1 else ""
+    key += " dpace" if c.loss_weights == "dpace" else ""
     share_cache(job, f"{key} {source}", say)
     try:
         compile_utils.gate(
@@ -1255,6 +1275,12 @@ def start(job: Job) -> None:
                 saved = state["next_batch"] // max(1, state["step"])
                 raise ValueError(
                     f"--batches-per-step {c.batches_per_step}: {job.place} has {saved}: leave it out"
+                )
+            was = state.get("config", {}).get("optimizer", "adamw")
+            if was != c.optimizer:
+                was = data.short(str(was), 40)
+                raise ValueError(
+                    f"--optimizer {c.optimizer}: {job.place} has the state of {was}: leave it out"
                 )
             return checkpoint.load(job.place, job.drafter, job.optimizer) if world.drafts else state
 

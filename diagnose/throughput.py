@@ -617,9 +617,11 @@ def paper_times(q: Question, gpu: str, nvlink: float) -> Times:
         raise ValueError(f"--simulate: gpu={gpu} is not known: give one of {', '.join(GPUS)}, or the times")
     theirs, ours = q.work()
     moved = 28 * q.drafter.parameters()  # AdamW reads and writes weights, moments and gradients in fp32
+    more = q.drafter.muon_flops() / ceiling / PAPER if q.config.optimizer == "muon" else 0.0
     output = 2 * q.config.token_budget * q.target.hidden  # of a layer, in bf16; two all-reduces add it up
     shared = (max(q.drafter.ids) + 1) * 2 * output * 2 * (q.tp - 1) / q.tp / nvlink
-    return Times(theirs / q.tp / ceiling / PAPER + shared, ours / ceiling / PAPER, update=moved / 2.5e12)
+    features = theirs / q.tp / ceiling / PAPER + shared
+    return Times(features, ours / ceiling / PAPER, update=moved / 2.5e12 + more)
 
 
 def simulate(report: Report, q: Question, text: str, png: str) -> None:
