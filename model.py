@@ -36,6 +36,7 @@ FAMILIES = {
 }
 TILE = 128  # rows and columns of one flex_attention mask block
 LIKELY = 16  # J: next tokens of each position whose probabilities the target gives, with --distill
+LIKELY_PART = 4  # it has one in so many of the logits at a time that the loss has
 MOST_LAYERS = 1024  # of any config, so that a wrong number cannot fill the memory
 WIDEST = 1 << 31  # positions
 FLOATS = ("F64", "F32", "F16", "BF16")  # dtypes of weights as safetensors names them
@@ -179,7 +180,7 @@ class TargetConfig:
         """Peak of `Target.likely` besides weights and results: its input, and for a part of the rows the
         logits, or the rows of the head that are multiplied again.
         """
-        rows, wide = ChunkedCrossEntropy.rows(tokens, Target.SHARE * self.vocab), 4 if size < 4 else 0
+        rows, wide = ChunkedCrossEntropy.rows(tokens, LIKELY_PART * self.vocab), 4 if size < 4 else 0
         of_row = max(size * self.vocab, LIKELY * self.hidden * (size + wide))
         of_row += size * self.hidden + 32 * LIKELY
         return tokens * (self.hidden * size + 8 * self.head_dim) + rows * of_row
@@ -610,15 +611,13 @@ class Target(nn.Module):
             self.likely(x, *likely)
         return out_TKH
 
-    SHARE = 4  # of the logits that the loss has at a time, one part in so many
-
     def likely(self, x_TH: Tensor, ids_TJ: Tensor, p_TJ: Tensor) -> None:
         """The J likeliest tokens after each position, and their probabilities among themselves, from the last
         layer's output; a part of the rows at a time.
 
-        Their logits are computed again in fp32: those of a product in bf16 are off by up to 0.06 from 16 on.
+        Their logits are computed again in fp32: a product in bf16 is off by up to 0.06 from 16 on.
         """
-        rows = ChunkedCrossEntropy.rows(len(x_TH), self.SHARE * self.c.vocab)
+        rows = ChunkedCrossEntropy.rows(len(x_TH), LIKELY_PART * self.c.vocab)
         for lo in range(0, len(x_TH), rows):
             part = slice(lo, lo + rows)
             h = self.norm(x_TH[part])

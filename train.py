@@ -315,7 +315,9 @@ def resolve(c: Config, t: TargetConfig, world_size: int, nodes: int) -> Config:
     if not 0 <= c.distill <= 1:
         raise ValueError(f"--distill {c.distill:g}: must be from 0 to 1")
     if c.distill and backend(c) is not model:
-        raise ValueError(f"--distill with --target-backend {c.target_backend}: stops early: leave it out")
+        raise ValueError(
+            f"--distill with --target-backend {c.target_backend}: it stops before the head: leave one out"
+        )
     if not 0 <= c.warmup_ratio < 1:
         raise ValueError(f"--warmup-ratio {c.warmup_ratio}: must be at least 0 and below 1")
     if c.eval_decode and backend(c) is not model:

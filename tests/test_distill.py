@@ -211,7 +211,7 @@ def test_a_side_without_it_is_found_by_the_header():
 RUNS = {
     "colocate": (1, ("--distill", 0.5)),
     "1+1": (2, ("--distill", 0.5, "--anchor-chunk", 8)),
-    "1+1 of 2": (3, ("--distill", 0.5, "--drafters", 1, "--target-tp", 2)),
+    "2+1 of 2": (4, ("--distill", 0.5, "--drafters", 2, "--target-tp", 2)),
     "plain": (1, ("--distill", 0)),
     "default": (1, ()),
 }
@@ -231,7 +231,7 @@ def runs(launcher, small, tmp_path_factory):
     return run
 
 
-@pytest.mark.parametrize("name", ["1+1", "1+1 of 2"])
+@pytest.mark.parametrize("name", ["1+1", "2+1 of 2"])
 def test_any_split_gives_the_same_losses(runs, name):
     assert relative_difference(runs("colocate").records(), runs(name).records()) < 1e-5
 
