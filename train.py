@@ -5,6 +5,7 @@
     python train.py                                                                 # one rank does both
 
 Shape letters: T token budget, A anchors of a batch, B block size, K tapped layers, H hidden.
+A buffer is what `stream.Shapes.parts` takes apart: features [T, K*H], with --distill likely tokens too.
 """
 
 import os
@@ -118,6 +119,9 @@ class Config:
     )
     gamma: float = option(0.0, "decay of the loss weights within a block (7, 5, 4 for B = 16, 10, 8)")
     loss_weights: str = option("decay", "decay: by --gamma; dpace: by the drafter's own confidence")
+    distill: float = option(
+        0.0, "share of the loss that is against the target's own distribution, 0 to 1 (none)"
+    )
     lr: float = option(0.0, "peak learning rate (6e-4; 2e-3 with --optimizer muon)")
     warmup_ratio: float = option(0.04, "share of the steps with rising learning rate")
     clip: float = option(1.0, "largest gradient norm")
@@ -148,6 +152,15 @@ class Config:
     def decodes(self) -> bool:
         """Are held-out prompts decoded at evaluations? That takes a rank with the whole target."""
         return self.eval_decode > 0 and self.layout == "colocate"
+
+    def target_layers(self, d: DrafterConfig) -> int:
+        """How many layers the target runs for a batch; with --distill all, and then the head."""
+        return d.target_layers if self.distill else max(d.ids) + 1
+
+    def target_flops(self, t: TargetConfig, d: DrafterConfig) -> float:
+        """Useful FLOPs of a batch on the target's side, attention left out."""
+        head = 2.0 * self.token_budget * t.hidden * t.vocab if self.distill else 0.0
+        return t.prefill_flops(self.token_budget, self.target_layers(d)) + head
 
     def drafter(self, t: TargetConfig, mask_token: int = 0) -> DrafterConfig:
         """The shape of the run's drafter: that of what it starts from, else that of the flags."""
@@ -315,6 +328,12 @@ def resolve(c: Config, t: TargetConfig, world_size: int, nodes: int) -> Config:
         raise ValueError(f"--headroom {c.headroom:g}: a percentage, at least 0 and below 100")
     if not 0 <= c.feature_noise <= 10:
         raise ValueError(f"--feature-noise {c.feature_noise:g}: must be at least 0 and at most 10")
+    if not 0 <= c.distill <= 1:
+        raise ValueError(f"--distill {c.distill:g}: must be from 0 to 1")
+    if c.distill and backend(c) is not model:
+        raise ValueError(
+            f"--distill with --target-backend {c.target_backend}: it stops before the head: leave one out"
+        )
     if not 0 <= c.warmup_ratio < 1:
         raise ValueError(f"--warmup-ratio {c.warmup_ratio}: must be at least 0 and below 1")
     if c.eval_decode and backend(c) is not model:
@@ -389,7 +408,7 @@ def resolve_drafters(c: Config, t: TargetConfig, per_node: int, nodes: int) -> N
     if not c.drafters:
         d = c.drafter(t)
         ours = d.step_flops(c.token_budget, c.anchors)
-        theirs = t.prefill_flops(c.token_budget, max(d.ids) + 1)
+        theirs = c.target_flops(t, d)
         fits = [n for n in whole if not c.batches_per_step or c.batches_per_step % (n * nodes) == 0]
         if not fits:
             raise ValueError(
@@ -490,6 +509,11 @@ def steps_per_epoch(c: Config, batches: int) -> int:
     return -(-batches // c.batches_per_step)
 
 
+def message_shapes(c: Config, d: DrafterConfig, dtype: torch.dtype) -> stream.Shapes:
+    sizes, width = (c.token_budget, c.anchors, c.max_batch_size), len(d.ids) * d.hidden
+    return stream.Shapes(*sizes, width, dtype, model.LIKELY if c.distill else 0)
+
+
 class Job:
     """One rank's view of the run: config, world, models, and the step it is at."""
 
@@ -524,8 +548,7 @@ class Job:
         self.save_every = c.save_every or -(-self.total_steps // 4)
         self.first_step, self.last_step = 0, self.total_steps  # last_step shrinks when a stop is asked for
         self.hurried = False  # saved at once after a signal
-        width = len(self.drafter_config.ids) * t.hidden
-        self.shapes = stream.Shapes(c.token_budget, c.anchors, c.max_batch_size, width, self.dtype)
+        self.shapes = message_shapes(c, self.drafter_config, self.dtype)
         # The targets are ahead of the drafters; ranks that do both are not, and can stop at once.
         ahead = 0 if world.colocate else c.depth - (-world.targets // c.batches_per_step)
         self.stop_notice = 1 if world.colocate else 1 + c.depth
@@ -537,7 +560,8 @@ class Job:
         show = self.world.local == 0 or self.world.place == self.world.drafters_per_node
         if self.world.runs_target:
             place = (c.folder, self.device, self.dtype)
-            parts = (None, True) if c.decodes else (max(d.ids) + 1, False)  # training needs no more
+            whole = c.decodes or c.distill > 0
+            parts = (None, True) if whole else (max(d.ids) + 1, False)  # training needs no more
             share = {"part": self.world.part, "parts": c.target_tp} if c.target_tp > 1 else {}
             self.target = self.world.together(
                 lambda: backend(c).Target.load(*place, *parts, show, **share), "target"
@@ -613,12 +637,15 @@ class Job:
         self.loading.end(begun)
         return batch
 
-    def make_features(self, batch: data.Batch, out_TKH: Tensor) -> Tensor:
-        """The target's hidden states of a packed batch, into `out_TKH` [T, K*H]."""
+    def make_features(self, batch: data.Batch, buffer: Tensor) -> Tensor:
+        """The target's hidden states of a packed batch (with --distill, likely tokens too) into a buffer."""
+        out_TKH, likely = self.shapes.parts(buffer)
         tokens = int((batch.doc_T >= 0).sum())
         bounds = batch.cu_seqlens.clamp(max=tokens)  # the padding tail is no document
         inputs = [self.put(t) for t in (batch.tokens_T, batch.positions_T, bounds)]
-        return self.target.features(*inputs, self.c.max_length, list(self.drafter_config.ids), out_TKH)
+        asked = () if likely is None else (likely,)
+        self.target.features(*inputs, self.c.max_length, list(self.drafter_config.ids), out_TKH, *asked)
+        return buffer
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -753,10 +780,11 @@ def run_drafter(job: Job, feed: Streamed | Colocated, pulse: "Pulse") -> None:
         totals, tokens = torch.zeros(6, device=job.device), 0
         mine = [b for b in job.step_batches(step) if world.drafter_of(b) == world.rank]
         for b in mine:
-            batch, features_TKH = feed.train(b)
+            batch, buffer = feed.train(b)
             if job.c.feature_noise:
+                features_TKH, _ = job.shapes.parts(buffer)
                 model.add_noise(features_TKH, job.c.feature_noise, job.t.hidden, (job.c.seed, b))
-            totals += accumulate(job, replica, batch, features_TKH, sync=b == mine[-1])
+            totals += accumulate(job, replica, batch, buffer, sync=b == mine[-1])
             tokens += int((batch.doc_T >= 0).sum())
             feed.release()
         dist.all_reduce(totals, group=world.draft_group)
@@ -784,7 +812,7 @@ def wrap(job: Job) -> nn.Module:
     )
 
 
-def rehearse(job: Job, replica: nn.Module, features_TKH: Tensor) -> None:
+def rehearse(job: Job, replica: nn.Module, buffer: Tensor) -> None:
     """Two throw-away steps on an empty batch, before the first real one.
 
     Every shape is static, so this needs all the memory that a step will ever need. And DDP rebuilds its
@@ -793,19 +821,23 @@ def rehearse(job: Job, replica: nn.Module, features_TKH: Tensor) -> None:
     c = job.c
     nothing = data.empty_batch(0, c.token_budget, c.max_batch_size, c.anchors)
     for _ in range(2):
-        totals = accumulate(job, replica, nothing, features_TKH, sync=True)
+        totals = accumulate(job, replica, nothing, buffer, sync=True)
         update(job, totals[1], 0.0)  # weight 0: nothing moves, but the optimizer takes its memory
 
 
-def to_blocks(job: Job, batch: data.Batch, anchors_A: Tensor) -> Iterator[Blocks]:
+def to_blocks(
+    job: Job, batch: data.Batch, anchors_A: Tensor, likely: model.Likely | None = None
+) -> Iterator[Blocks]:
     """The batch's anchors a chunk at a time, as blocks on the device."""
     row = [job.put(t) for t in (batch.tokens_T, batch.positions_T, batch.doc_T, batch.mask_T)]
     c = job.c
+    if likely is not None:
+        likely = likely[0], likely[1] * c.distill
     for chunk in job.put(anchors_A).split(c.anchor_chunk):
-        yield model.make_blocks(*row, chunk, c.block_size, c.gamma, job.facts["mask_token"])
+        yield model.make_blocks(*row, chunk, c.block_size, c.gamma, job.facts["mask_token"], likely)
 
 
-def accumulate(job: Job, replica: nn.Module, batch: data.Batch, features_TKH: Tensor, sync: bool) -> Tensor:
+def accumulate(job: Job, replica: nn.Module, batch: data.Batch, buffer: Tensor, sync: bool) -> Tensor:
     """Forward and backward over one batch, chunk after chunk of anchors; gradients of plain sums add up.
 
     All chunks but the last run against detached context keys and values and leave their gradient there; the
@@ -813,9 +845,10 @@ def accumulate(job: Job, replica: nn.Module, batch: data.Batch, features_TKH: Te
     the backward that DDP reduces. Returns fp32 sums [loss, weight, right, slots, prefix, blocks].
     """
     totals = torch.zeros(6, device=job.device)
+    features_TKH, likely = job.shapes.parts(buffer)
     kv = job.drafter.context_keys_values(features_TKH, job.put(batch.positions_T))
     held = [(k.detach().requires_grad_(), v.detach().requires_grad_()) for k, v in kv]
-    chunks = list(to_blocks(job, batch, batch.anchors_A))
+    chunks = list(to_blocks(job, batch, batch.anchors_A, likely))
     for i, blocks in enumerate(chunks):
         last = i == len(chunks) - 1
         alone = not (last and sync) and replica is not job.drafter
@@ -888,7 +921,8 @@ def evaluate(job: Job, feed: Streamed | Colocated) -> dict:
     for j in range(job.facts["eval_batches"]):
         if job.world.drafter_of(j) != job.world.rank:
             continue
-        batch, features_TKH = feed.evaluation(j)
+        batch, buffer = feed.evaluation(j)
+        features_TKH, _ = job.shapes.parts(buffer)  # the loss is against the real tokens, whatever --distill
         kv = job.drafter.context_keys_values(features_TKH, job.put(batch.positions_T))
         anchors_A, prefixes = every_anchor(batch, c.anchor_chunk), []
         for blocks in to_blocks(job, batch, anchors_A):
@@ -1159,6 +1193,7 @@ def gate(job: Job) -> None:
     key = f"T{c.token_budget} A{c.anchor_chunk} B{d.block_size} {shape} {job.dtype}"
     key += f" tp{c.target_tp}" if c.target_tp > 1 else ""
     key += " dpace" if c.loss_weights == "dpace" else ""
+    key += " distill" if c.distill else ""
     share_cache(job, f"{key} {source}", say)
     try:
         compile_utils.gate(
@@ -1213,13 +1248,14 @@ def warm_up(job: Job) -> typing.Callable[[], None]:
     def everything_once() -> None:
         c, shapes = job.c, job.shapes
         nothing = data.empty_batch(0, c.token_budget, c.max_batch_size, c.anchors)
-        features_TKH = torch.zeros(shapes.tokens, shapes.width, dtype=shapes.dtype, device=job.device)
+        buffer = torch.zeros(shapes.rows, shapes.width, dtype=shapes.dtype, device=job.device)
         with torch.no_grad():
             if job.world.runs_target:
-                job.make_features(nothing, features_TKH)
+                job.make_features(nothing, buffer)
         if job.world.drafts:
-            accumulate(job, job.drafter, nothing, features_TKH, sync=True)
+            accumulate(job, job.drafter, nothing, buffer, sync=True)
             with torch.no_grad():
+                features_TKH, _ = shapes.parts(buffer)
                 kv = job.drafter.context_keys_values(features_TKH, job.put(nothing.positions_T))
                 job.drafter(kv, next(to_blocks(job, nothing, nothing.anchors_A[: c.anchor_chunk])))
             job.optimizer.zero_grad()
@@ -1363,6 +1399,7 @@ def banner(job: Job) -> Iterator[str]:
     yield (
         f"drafter: {d.layers} layers, B {d.block_size}, {d.parameters() / 1e6:.1f}M parameters, "
         f"taps {list(d.ids)}, mask token {d.mask_token}, gamma {c.gamma:g}, lr {c.lr:g}"
+        + (f", distill {c.distill:g}" if c.distill else "")
     )
     yield (
         f"{job.total_steps} steps of {c.batches_per_step} batch(es) of {c.token_budget} tokens, {c.anchors} "

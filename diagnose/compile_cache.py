@@ -466,7 +466,6 @@ def _job(flags: list[str], light: bool):
     import torch
 
     import model
-    import stream
     import train
     import world
 
@@ -486,7 +485,7 @@ def _job(flags: list[str], light: bool):
     job.dtype = torch.bfloat16 if gpu else torch.float32
     job.facts = {"mask_token": 0}
     d = job.drafter_config = c.drafter(t)
-    job.shapes = stream.Shapes(c.token_budget, c.anchors, c.max_batch_size, len(d.ids) * t.hidden, job.dtype)
+    job.shapes = train.message_shapes(c, d, job.dtype)
     if light:
         job.drafter, job.optimizer = types.SimpleNamespace(), None
         return job
