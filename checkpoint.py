@@ -26,6 +26,7 @@ from torch import Tensor
 
 from data import read_json, short
 from model import (
+    DFLASH2,
     FLOATS,
     MOST_LAYERS,
     WIDEST,
@@ -505,7 +506,7 @@ def export_config(c: DrafterConfig) -> dict:
     """The usual Qwen3 fields plus `dflash_config`."""
     scaling = c.rope_scaling or {"rope_type": "default"}
     return {
-        "architectures": ["DFlashDraftModel"],
+        "architectures": ["DFlash2DraftModel" if c.variant == "dflash2" else "DFlashDraftModel"],
         "model_type": "qwen3",
         "hidden_size": c.hidden,
         "num_hidden_layers": c.layers,
@@ -531,8 +532,16 @@ def export_config(c: DrafterConfig) -> dict:
         "dtype": "bfloat16",
         "torch_dtype": "bfloat16",
         **({"final_logit_softcapping": c.softcap} if c.softcap else {}),
-        "dflash_config": {"target_layer_ids": list(c.ids), "mask_token_id": c.mask_token},
+        "dflash_config": {"target_layer_ids": list(c.ids), "mask_token_id": c.mask_token} | additions(c),
     }
+
+
+def additions(c: DrafterConfig) -> dict:
+    """What `dflash_config` of a DFlash 2 drafter holds besides; its readers look for all of it there."""
+    if c.variant == "dflash":
+        return {}
+    cap = {"final_logit_softcapping": c.softcap} if c.softcap else {}
+    return {"block_size": c.block_size, **{name: getattr(c, name) for name in DFLASH2}, **cap}
 
 
 def export(drafter: Drafter | Snapshot, folder: Path) -> None:
@@ -553,8 +562,9 @@ def export(drafter: Drafter | Snapshot, folder: Path) -> None:
 def parse_export(c: dict, t: TargetConfig, fc_width: int) -> DrafterConfig:
     """The config of an export, ours or one published in another form; ValueError says what does not fit.
 
-    `block_size`, `mask_token_id`, `target_layer_ids` and `sliding_window` may stand at top level or in
-    `dflash_config`. Without `target_layer_ids` as many layers are tapped as fc, `fc_width` wide, takes in.
+    `block_size`, `mask_token_id`, `target_layer_ids`, `sliding_window` and what DFlash 2 adds may stand at
+    top level or in `dflash_config`. Without `target_layer_ids` as many layers are tapped as fc, `fc_width`
+    wide, takes in.
     """
     extra = {} if c.get("dflash_config") is None else c["dflash_config"]
     if not isinstance(extra, dict):
@@ -574,6 +584,9 @@ def parse_export(c: dict, t: TargetConfig, fc_width: int) -> DrafterConfig:
     kinds = layer_kinds(c, layers, first)
     if "sliding_attention" in kinds and not window:
         raise ValueError(f"layer_types has sliding layers, but sliding_window is {window}")
+    for name in ("output_multiplier", "input_embedding_scale"):
+        if real(either, name, 1.0, 0.0, 1e6) != 1:
+            raise ValueError(f"{name} {either[name]} is not supported, only 1")
     theta, scaling = parse_rope(c)
     return DrafterConfig(
         hidden=hidden,
@@ -592,7 +605,8 @@ def parse_export(c: dict, t: TargetConfig, fc_width: int) -> DrafterConfig:
         mask_token=number(either, "mask_token_id", least=0),
         max_position=number(c, "max_position_embeddings", t.max_position, WIDEST),
         windows=tuple(window if kind == "sliding_attention" else 0 for kind in kinds),
-        softcap=real(c, "final_logit_softcapping", 0.0, 0.0, 1e6),
+        softcap=real(either, "final_logit_softcapping", 0.0, 0.0, 1e6),
+        **{name: number(either, name, 0, least=0) for name in DFLASH2},
     )
 
 
@@ -606,6 +620,11 @@ def check_drafter(c: DrafterConfig, t: TargetConfig) -> None:
     number(fields, "max_position", most=WIDEST)
     number(fields, "block_size", most=1 << 16, least=2)
     number(fields, "mask_token", most=t.vocab - 1, least=0)
+    number(fields, "conv_kernel_size", most=c.block_size, least=0)
+    number(fields, "selector_rank", most=1 << 16, least=0)
+    for name in ("conv_group_size", "selector_top_k"):
+        number(fields, name, least=0)
+    c.check_variant()
     real(fields, "eps", None, 1e-20, 1.0)
     check_heads(c.heads, c.kv_heads, c.head_dim)
     parse_rope({"rope_theta": c.rope_theta, "rope_scaling": c.rope_scaling})
@@ -688,7 +707,7 @@ def saved_shape(place: Path) -> DrafterConfig:
     """The drafter of a checkpoint's state.json, its values not yet checked."""
     fields = read_state(place).get("drafter")
     known = {f.name for f in dataclasses.fields(DrafterConfig)}
-    if not isinstance(fields, dict) or fields.keys() != known:
+    if not isinstance(fields, dict) or not known - DFLASH2.keys() <= fields.keys() <= known:
         raise ValueError("state.json does not describe a drafter")
     return DrafterConfig(**{name: tuple(v) if isinstance(v, list) else v for name, v in fields.items()})
 

@@ -310,6 +310,7 @@ def trace_step(c, t: TargetConfig) -> int:
     drafter.run_layer = lambda *inputs_and_mask: layer(*inputs_and_mask[:-1])
     drafter.run_norm = Traced(live, model.RMSNorm.forward)
     drafter.run_loss = lambda *a: live.run(lambda: model.cross_entropy_rows(*a), a[0].nbytes)
+    drafter.run_selector = Traced(live, model.selector_loss)
     job = types.SimpleNamespace(
         c=c, drafter=drafter, device=torch.device("meta"), facts={"mask_token": 0}, put=lambda x: x.to("meta")
     )

@@ -735,7 +735,7 @@ def should_take(run: Run) -> tuple[float, float]:
 
     c = run.config
     # An estimate, by the flags alone: the folder of --init-draft may be gone.
-    d = train.DrafterConfig.of(run.target, c.draft_layers, c.block_size, c.taps, 0)
+    d = train.DrafterConfig.of(run.target, c.draft_layers, c.block_size, c.taps, 0, c.variant)
     layers = max(d.ids) + 1
     of_target = run.target.prefill_flops(c.token_budget, layers) / (run.ceiling / 2) + layers * LAUNCHING_S
     chunks = c.anchors // c.anchor_chunk
