@@ -521,8 +521,9 @@ def export_config(c: DrafterConfig) -> dict:
         "attention_dropout": 0.0,
         "max_position_embeddings": c.max_position,
         "layer_types": ["sliding_attention" if w else "full_attention" for w in c.windows],
-        "sliding_window": max(c.windows) or None,
+        "sliding_window": max(map(abs, c.windows)) or None,
         "use_sliding_window": any(c.windows),
+        **({"is_causal": False} if min(c.windows) < 0 else {}),
         "rope_parameters": {"rope_theta": c.rope_theta, **scaling},
         "rope_theta": c.rope_theta,
         "rope_scaling": c.rope_scaling,
@@ -582,11 +583,16 @@ def parse_export(c: dict, t: TargetConfig, fc_width: int) -> DrafterConfig:
     window = number(either, "sliding_window", 0, WIDEST, 0)
     first = number(c, "max_window_layers", 28, least=0) if switch(c, "use_sliding_window") else layers
     kinds = layer_kinds(c, layers, first)
+    # Inside the block; where nothing is said sliding layers are causal and full ones are not.
+    causal = c.get("is_causal") if c.get("is_causal") is not None else extra.get("causal")
+    if causal not in (None, True, False) or (causal and "full_attention" in kinds):
+        raise ValueError(f"is_causal {short(repr(causal), 40)} with full layers is not supported")
     if "sliding_attention" in kinds and not window:
         raise ValueError(f"layer_types has sliding layers, but sliding_window is {window}")
     for name in ("output_multiplier", "input_embedding_scale"):
         if real(either, name, 1.0, 0.0, 1e6) != 1:
             raise ValueError(f"{name} {either[name]} is not supported, only 1")
+    sign = -1 if causal is False else 1
     theta, scaling = parse_rope(c)
     return DrafterConfig(
         hidden=hidden,
@@ -604,7 +610,7 @@ def parse_export(c: dict, t: TargetConfig, fc_width: int) -> DrafterConfig:
         target_layers=number(c, "num_target_layers", t.layers),
         mask_token=number(either, "mask_token_id", least=0),
         max_position=number(c, "max_position_embeddings", t.max_position, WIDEST),
-        windows=tuple(window if kind == "sliding_attention" else 0 for kind in kinds),
+        windows=tuple(sign * window if kind == "sliding_attention" else 0 for kind in kinds),
         softcap=real(either, "final_logit_softcapping", 0.0, 0.0, 1e6),
         **{name: number(either, name, 0, least=0) for name in DFLASH2},
     )
@@ -628,10 +634,10 @@ def check_drafter(c: DrafterConfig, t: TargetConfig) -> None:
     real(fields, "eps", None, 1e-20, 1.0)
     check_heads(c.heads, c.kv_heads, c.head_dim)
     parse_rope({"rope_theta": c.rope_theta, "rope_scaling": c.rope_scaling})
-    for name, most in (("ids", t.layers - 1), ("windows", WIDEST)):
+    for name, least, most in (("ids", 0, t.layers - 1), ("windows", -WIDEST, WIDEST)):
         values = fields[name]
-        if not isinstance(values, tuple) or not all(type(v) is int and 0 <= v <= most for v in values):
-            raise ValueError(f"{name} {short(repr(values), 60)} are not numbers from 0 to {most}")
+        if not isinstance(values, tuple) or not all(type(v) is int and least <= v <= most for v in values):
+            raise ValueError(f"{name} {short(repr(values), 60)} are not numbers from {least} to {most}")
     if not c.ids or len(c.windows) not in (0, c.layers):
         raise ValueError(
             f"{len(c.ids)} tapped layers and {len(c.windows)} windows do not fit {c.layers} layers"

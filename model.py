@@ -409,9 +409,9 @@ def cache_inputs(
     key, query, first = torch.arange(seen, device=first_P.device), at_PQ[..., None], first_P[:, None, None]
     biases = {}
     for window in set(windows):
-        sees = (key < first + new).expand(-1, new, -1) if block and not window else key <= query
+        sees = (key < first + new).expand(-1, new, -1) if block and window <= 0 else key <= query
         if window:
-            near = key > query - window
+            near = key > query - abs(window)
             sees = sees & (near | (key >= first) if block else near)
         bias = torch.zeros((), device=key.device, dtype=dtype).where(sees, float("-inf"))
         biases[window] = bias.repeat(1, copies, 1)[:, None]
@@ -843,7 +843,7 @@ def sees(starts_A: Tensor, ends_A: Tensor, context: int, block_size: int, window
 
     Keys are the `context` packed tokens, then the S block slots. A slot sees the context of its own document
     strictly before its anchor and all slots of its own block. With a window of W tokens (a sliding layer):
-    context from position anchor+k-(W-1) on, and the block causally.
+    context from position anchor+k-(W-1) on, and the block causally; with -W all slots of the block.
     """
 
     def mask_mod(b, h, q, kv):
@@ -851,7 +851,8 @@ def sees(starts_A: Tensor, ends_A: Tensor, context: int, block_size: int, window
         start = starts_A[anchor]
         own = (kv >= context) & ((kv - context) // block_size == anchor)
         if window:
-            start = torch.maximum(start, ends_A[anchor] + slot - (window - 1))
+            start = torch.maximum(start, ends_A[anchor] + slot - (abs(window) - 1))
+        if window > 0:
             own = own & ((kv - context) % block_size <= slot)
         return (kv >= start) & (kv < torch.clamp(ends_A[anchor], max=context)) | own
 
@@ -881,7 +882,7 @@ def block_mask(starts_A: Tensor, ends_A: Tensor, context: int, block_size: int, 
     used = (first < slots).view(rows, -1, 1)
     start, end = starts_A[anchor].view(rows, -1, 1), ends_A[anchor].view(rows, -1, 1)
     if window:  # the smallest start over the slots of a block: a superset of the needed tiles
-        start = torch.maximum(start, end - (window - 1))
+        start = torch.maximum(start, end - (abs(window) - 1))
     low = torch.arange(columns, device=device) * TILE
     meets = (used & (start < low + TILE) & (end > low) & (end > start)).any(1)
     covers = ((start <= low) & (end >= low + TILE) & used).all(1)
@@ -945,7 +946,7 @@ class DrafterConfig:
     target_layers: int
     mask_token: int
     max_position: int
-    windows: tuple[int, ...] = ()
+    windows: tuple[int, ...] = ()  # by the rule of `sees`
     softcap: float = 0.0  # c: the target's logits are c * tanh(product / c); 0: the product itself
     conv_kernel_size: int = 0  # taps of the convolutions around each sublayer; 0: none
     conv_group_size: int = 0
@@ -1019,8 +1020,8 @@ class DrafterConfig:
         of_slot = size * (2 * self.hidden + 3 * q + 2 * kv + 2 * self.intermediate)
         of_slot += 4 * (2 + 2 * self.heads + self.kv_heads)  # 1/rms of four norms and attention's logsumexp
         of_slot += (2 * self.hidden + q + self.intermediate) * in_fp8
-        if self.conv_kernel_size:  # their dynamic taps, and what the MLP gave
-            of_slot += size * (self.conv_parameters() // self.hidden + self.hidden)
+        if self.conv_kernel_size:  # the dynamic taps, what goes into both sublayers and comes out
+            of_slot += size * (self.conv_parameters() // self.hidden + 4 * self.hidden)
         copies = self.layer_parameters() * (1 if in_fp8 else size) if size < 4 else 0
         copies += self.conv_parameters() * (size - 1) * in_fp8  # which stay as they are
         return slots * of_slot + 2 * size * (tokens + slots) * kv + copies
@@ -1048,13 +1049,15 @@ class DrafterConfig:
         }
 
     def selector_bytes(self, drafted: int, size: int = 2) -> int:
-        """Of the loss, when the selector's backward ends: h and its two gradients, fp32 gradients of its
-        parameters beside those they are added to, a part of the head's rows of the candidates.
+        """Of the loss, in the selector's backward: h and its gradients; the codebooks' rows of the candidates
+        and fp32 gradients beside those they are added to, or, later, the head's rows of some candidates.
         """
-        width = (self.selector_top_k + 1) * self.hidden
-        rows = size * ChunkedCrossEntropy.rows(drafted, width) * width
-        kept = drafted * (3 * size * self.hidden + (self.selector_top_k + 1) * 12)
-        return kept + 4 * self.selector_parameters() + rows
+        candidates = self.selector_top_k + 1
+        kept = drafted * (3 * size * self.hidden + candidates * 16)
+        of_codebooks = size * drafted * (candidates + 2) * self.selector_rank + 4 * self.selector_parameters()
+        width = candidates * self.hidden
+        of_head = size * (drafted * self.hidden + ChunkedCrossEntropy.rows(drafted, width) * width)
+        return kept + max(of_codebooks, of_head)
 
     def context_moments(self, tokens: int, slots: int, chunks: int, size: int = 2) -> dict[str, int]:
         """Bytes of the context's own backward, after the last chunk's; chunks before it left a gradient."""
@@ -1109,14 +1112,18 @@ class BlockConv(nn.Module):
         return self.convolve(x_SH, delta_SUW, 1)
 
     def convolve(self, x_SH: Tensor, delta_SUW: Tensor, side: int) -> Tensor:
-        """Computed in fp32 (1 + delta would lose the delta in bf16), returned in the input's dtype."""
-        x = x_SH.float().unflatten(-1, (-1, self.group)).unflatten(0, (-1, self.block_size))
+        """Computed in fp32 (1 + delta would lose the delta in bf16), returned in the input's dtype.
+
+        Of x only slices are made, and the products are padded: a shifted or wider x would be kept for the
+        backward pass.
+        """
+        x = x_SH.unflatten(-1, (-1, self.group)).unflatten(0, (-1, self.block_size))
         base = self.base_kernel[side].float().unflatten(-1, (-1, self.group))
         delta = delta_SUW.float().unflatten(0, (-1, self.block_size))
-        out = torch.zeros_like(x)
+        out = torch.zeros_like(x, dtype=torch.float32)
         for t in range(self.taps):
-            shifted = F.pad(x[:, : self.block_size - t], (0, 0, 0, 0, t, 0))
-            out = out + (base[t] + delta[:, :, t, :, None]) * shifted
+            product = (base[t] + delta[:, t:, t, :, None]) * x[:, : self.block_size - t].float()
+            out = out + F.pad(product, (0, 0, 0, 0, t, 0))
         return out.flatten(0, 1).flatten(1).to(x_SH.dtype)
 
 

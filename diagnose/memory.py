@@ -116,17 +116,18 @@ def is_view(n: torch.fx.Node) -> bool:
 
 
 def is_pointwise(n: torch.fx.Node) -> bool:
+    """A gather of a table's rows is pointwise as well."""
+    others = (torch.ops.prims.convert_element_type.default, torch.ops.aten.embedding.default)
     return n.op == "call_function" and (
-        torch.Tag.pointwise in getattr(n.target, "tags", ())
-        or n.target is torch.ops.prims.convert_element_type.default
+        torch.Tag.pointwise in getattr(n.target, "tags", ()) or n.target in others
     )
 
 
 def fuses_inputs(n: torch.fx.Node) -> bool:
-    """Reads pointwise work in one kernel with it: more of it, a reduction, a concatenation."""
+    """Reads pointwise work in one kernel with it: more of it, a reduction or concatenation, sums by index."""
     aten = torch.ops.aten
     joined = (aten.sum.dim_IntList, aten.mean.dim, aten.cat.default, aten.sum.default)
-    return is_pointwise(n) or n.target in joined
+    return is_pointwise(n) or n.target in joined or "index_put" in str(n.target)
 
 
 def node_bytes(n: torch.fx.Node) -> int:
