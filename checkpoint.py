@@ -27,6 +27,7 @@ from torch import Tensor
 
 from data import read_json, short
 from model import (
+    DFLASH2,
     FLOATS,
     MOST_LAYERS,
     WIDEST,
@@ -518,7 +519,7 @@ def export_config(c: DrafterConfig) -> dict:
         {"final_logit_softcapping": c.softcap} if c.softcap else {}
     )  # readers look in one place or the other
     return {
-        "architectures": ["DFlashDraftModel"],
+        "architectures": ["DFlash2DraftModel" if c.variant == "dflash2" else "DFlashDraftModel"],
         "model_type": "qwen3",
         "hidden_size": c.hidden,
         "num_hidden_layers": c.layers,
@@ -533,8 +534,9 @@ def export_config(c: DrafterConfig) -> dict:
         "attention_dropout": 0.0,
         "max_position_embeddings": c.max_position,
         "layer_types": ["sliding_attention" if w else "full_attention" for w in c.windows],
-        "sliding_window": max(c.windows) or None,
+        "sliding_window": max(map(abs, c.windows)) or None,
         "use_sliding_window": any(c.windows),
+        **({"is_causal": False} if min(c.windows) < 0 else {}),
         "rope_parameters": {"rope_theta": c.rope_theta, **scaling},
         "rope_theta": c.rope_theta,
         "rope_scaling": c.rope_scaling,
@@ -544,8 +546,17 @@ def export_config(c: DrafterConfig) -> dict:
         "dtype": "bfloat16",
         "torch_dtype": "bfloat16",
         **cap,
-        "dflash_config": {"target_layer_ids": list(c.ids), "mask_token_id": c.mask_token, **cap},
+        "dflash_config": {"target_layer_ids": list(c.ids), "mask_token_id": c.mask_token, **cap}
+        | additions(c),
     }
+
+
+def additions(c: DrafterConfig) -> dict:
+    """What `dflash_config` of a DFlash 2 drafter holds besides; its readers look for all of it there."""
+    if c.variant == "dflash":
+        return {}
+    cap = {"final_logit_softcapping": c.softcap} if c.softcap else {}
+    return {"block_size": c.block_size, **{name: getattr(c, name) for name in DFLASH2}, **cap}
 
 
 def export(drafter: Drafter | Snapshot, folder: Path) -> None:
@@ -566,9 +577,9 @@ def export(drafter: Drafter | Snapshot, folder: Path) -> None:
 def parse_export(c: dict, t: TargetConfig, fc_width: int) -> DrafterConfig:
     """The config of an export, ours or one published in another form; ValueError says what does not fit.
 
-    `block_size`, `mask_token_id`, `target_layer_ids`, `sliding_window` and `final_logit_softcapping` may
-    stand at top level or in `dflash_config`. Without `target_layer_ids` as many layers are tapped as fc,
-    `fc_width` wide, takes in.
+    `block_size`, `mask_token_id`, `target_layer_ids`, `sliding_window`, `final_logit_softcapping` and what
+    DFlash 2 adds may stand at top level or in `dflash_config`. Without `target_layer_ids` as many layers are
+    tapped as fc, `fc_width` wide, takes in.
     """
     extra = {} if c.get("dflash_config") is None else c["dflash_config"]
     if not isinstance(extra, dict):
@@ -586,8 +597,16 @@ def parse_export(c: dict, t: TargetConfig, fc_width: int) -> DrafterConfig:
     window = number(either, "sliding_window", 0, WIDEST, 0)
     first = number(c, "max_window_layers", 28, least=0) if switch(c, "use_sliding_window") else layers
     kinds = layer_kinds(c, layers, first)
+    # Inside the block; where nothing is said sliding layers are causal and full ones are not.
+    causal = c.get("is_causal") if c.get("is_causal") is not None else extra.get("causal")
+    if causal not in (None, True, False) or (causal and "full_attention" in kinds):
+        raise ValueError(f"is_causal {short(repr(causal), 40)} with full layers is not supported")
     if "sliding_attention" in kinds and not window:
         raise ValueError(f"layer_types has sliding layers, but sliding_window is {window}")
+    for name in ("output_multiplier", "input_embedding_scale"):
+        if real(either, name, 1.0, 0.0, 1e6) != 1:
+            raise ValueError(f"{name} {either[name]} is not supported, only 1")
+    sign = -1 if causal is False else 1
     theta, scaling = parse_rope(c)
     return DrafterConfig(
         hidden=hidden,
@@ -605,8 +624,9 @@ def parse_export(c: dict, t: TargetConfig, fc_width: int) -> DrafterConfig:
         target_layers=number(c, "num_target_layers", t.layers),
         mask_token=number(either, "mask_token_id", least=0),
         max_position=number(c, "max_position_embeddings", t.max_position, WIDEST),
-        windows=tuple(window if kind == "sliding_attention" else 0 for kind in kinds),
+        windows=tuple(sign * window if kind == "sliding_attention" else 0 for kind in kinds),
         softcap=real(either, "final_logit_softcapping", 0.0, 0.0, 1e6),
+        **{name: number(either, name, 0, least=0) for name in DFLASH2},
     )
 
 
@@ -620,13 +640,18 @@ def check_drafter(c: DrafterConfig, t: TargetConfig) -> None:
     number(fields, "max_position", most=WIDEST)
     number(fields, "block_size", most=1 << 16, least=2)
     number(fields, "mask_token", most=t.vocab - 1, least=0)
+    number(fields, "conv_kernel_size", most=c.block_size, least=0)
+    number(fields, "selector_rank", most=1 << 16, least=0)
+    for name in ("conv_group_size", "selector_top_k"):
+        number(fields, name, least=0)
+    c.check_variant()
     real(fields, "eps", None, 1e-20, 1.0)
     check_heads(c.heads, c.kv_heads, c.head_dim)
     parse_rope({"rope_theta": c.rope_theta, "rope_scaling": c.rope_scaling})
-    for name, most in (("ids", t.layers - 1), ("windows", WIDEST)):
+    for name, least, most in (("ids", 0, t.layers - 1), ("windows", -WIDEST, WIDEST)):
         values = fields[name]
-        if not isinstance(values, tuple) or not all(type(v) is int and 0 <= v <= most for v in values):
-            raise ValueError(f"{name} {short(repr(values), 60)} are not numbers from 0 to {most}")
+        if not isinstance(values, tuple) or not all(type(v) is int and least <= v <= most for v in values):
+            raise ValueError(f"{name} {short(repr(values), 60)} are not numbers from {least} to {most}")
     if not c.ids or len(c.windows) not in (0, c.layers):
         raise ValueError(
             f"{len(c.ids)} tapped layers and {len(c.windows)} windows do not fit {c.layers} layers"
@@ -702,7 +727,7 @@ def saved_shape(place: Path) -> DrafterConfig:
     """The drafter of a checkpoint's state.json, its values not yet checked."""
     fields = read_state(place).get("drafter")
     known = {f.name for f in dataclasses.fields(DrafterConfig)}
-    if not isinstance(fields, dict) or fields.keys() != known:
+    if not isinstance(fields, dict) or not known - DFLASH2.keys() <= fields.keys() <= known:
         raise ValueError("state.json does not describe a drafter")
     return DrafterConfig(**{name: tuple(v) if isinstance(v, list) else v for name, v in fields.items()})
 

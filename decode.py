@@ -148,6 +148,33 @@ def head_logits(x: Tensor, norm: RMSNorm, head_VH: Tensor) -> Tensor:
     return F.linear(norm(x), head_VH)
 
 
+def draft_path(
+    x_PDH: Tensor,
+    drafter: Drafter,
+    token_P: Tensor,
+    temperature: float,
+    noise_PDV: Tensor | None,
+) -> tuple[Tensor, Tensor | None]:
+    """DFlash 2: (tokens [P, D], probabilities [P, D, V]) of a walk over each slot's candidates, from the last
+    token on. A sample is drawn from the candidates alone: q is 0 for all other tokens.
+    """
+    selector = drafter.candidate_selector
+    h_PDH = drafter.norm(x_PDH)
+    all_PDV = F.linear(h_PDH, drafter.head)
+    logits_PDM, ids_PDM = all_PDV.topk(selector.top_k)
+    logits_PDM = model.soft_capped(logits_PDM, drafter.c.softcap)
+    noise_PDM = noise_PDV.gather(-1, ids_PDM) if temperature else None
+
+    def choose_edge(edges_PM: Tensor, slot: int) -> tuple[Tensor, Tensor | None]:
+        return choose(edges_PM, temperature, noise_PDM[:, slot] if temperature else None)
+
+    tokens_PD, odds = selector.walk(h_PDH, ids_PDM, logits_PDM, token_P, choose_edge)
+    if not temperature:
+        return tokens_PD, None
+    q_PDV = torch.zeros_like(all_PDV, dtype=torch.float32).scatter(-1, ids_PDM, torch.stack(odds, 1))
+    return tokens_PD, q_PDV
+
+
 def accept_greedy(drafted_PD: Tensor, logits_PBV: Tensor) -> tuple[Tensor, Tensor]:
     """(the target's own tokens [P, B], how many of them follow from accepted drafts, 1 to B)."""
     new_PB = logits_PBV.argmax(-1)
@@ -208,6 +235,7 @@ COMPILED = (
     model.cache_inputs,
     head_logits,
     choose,
+    draft_path,
     accept_greedy,
     accept_sampled,
     advance,
@@ -320,11 +348,13 @@ class Engine:
         """One block a row in one drafter pass."""
         token_P, first_P = self.last_tokens()
         run = (self.fast[model.cache_inputs], self.fast[DrafterLayer.extend])
-        x_PBH = self.drafter.extend(token_P, first_P, self.context, self.seen, *run)
-        x = x_PBH[:, 1:].flatten(0, 1)
-        logits = self.fast[head_logits](x, self.drafter.norm, self.drafter.head)
-        logits_PDV = logits.unflatten(0, self.drafted_PD.shape)
-        tokens_PD, q_PDV = self.fast[choose](logits_PDV, self.temperature, self.draft_noise_PDV)
+        x_PDH = self.drafter.extend(token_P, first_P, self.context, self.seen, *run)[:, 1:]
+        how = (self.temperature, self.draft_noise_PDV)
+        if self.drafter.candidate_selector is not None:
+            tokens_PD, q_PDV = self.fast[draft_path](x_PDH, self.drafter, token_P, *how)
+        else:
+            logits = self.fast[head_logits](x_PDH.flatten(0, 1), self.drafter.norm, self.drafter.head)
+            tokens_PD, q_PDV = self.fast[choose](logits.unflatten(0, self.drafted_PD.shape), *how)
         self.drafted_PD.copy_(tokens_PD)
         if q_PDV is not None:
             self.q_PDV.copy_(q_PDV)
@@ -917,6 +947,7 @@ def make_engine(
     engine.compile()
     t, d = target.c, drafter.c
     shape = (t.hidden, t.intermediate, t.heads, t.kv_heads, t.head_dim, d.layers, len(d.ids), t.vocab)
+    shape += d.added() if d.variant != "dflash" else ()
     compile_utils.gate(
         engine.capture,
         role="decode",

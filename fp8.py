@@ -136,3 +136,8 @@ class Head:
     def back(self, grad_RV: Tensor, out_RH: Tensor) -> None:
         """d loss / d h of rows whose d loss / d logits is `grad_RV` times GRADIENT_UNIT."""
         out_RH.copy_(multiply(grad_RV, self.turned_HV, self.grad_scale, self.scale, out_RH.dtype))
+
+    def rows(self, ids_RM: Tensor, dtype: torch.dtype) -> Tensor:
+        """The head's rows of these tokens, [R, M, H]; gathered as bytes, which every device can."""
+        low_RMH = self.low_VH.view(torch.uint8)[ids_RM].view(self.low_VH.dtype)
+        return (low_RMH.float() * self.scale).to(dtype)

@@ -5,6 +5,7 @@ S = A*B block slots, K tapped layers, H hidden, N query heads, G key/value heads
 J likeliest next tokens (--distill).
 A packed row holds several documents one after another; `cu_seqlens` are their bounds in it.
 Decoding: P rows (prompts at a time), Q new tokens of a row, C capacity of a row's cache.
+DFlash 2: M candidates of a slot, Z rank of the selector, U taps of the convolution, W groups of its channels.
 """
 
 import contextlib
@@ -41,6 +42,8 @@ LIKELY_PART = 4  # it has one in so many of the logits at a time that the loss h
 MOST_LAYERS = 1024  # of any config, so that a wrong number cannot fill the memory
 WIDEST = 1 << 31  # positions
 FLOATS = ("F64", "F32", "F16", "BF16")  # dtypes of weights as safetensors names them
+DFLASH2 = dict(conv_kernel_size=2, conv_group_size=16, selector_rank=256, selector_top_k=16)  # as published
+SELECTOR_WEIGHT = 1.0  # of the selector's loss beside the head's
 VARLEN_GQA = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
 
 
@@ -419,9 +422,9 @@ def cache_inputs(
     key, query, first = torch.arange(seen, device=first_P.device), at_PQ[..., None], first_P[:, None, None]
     biases = {}
     for window in set(windows):
-        sees = (key < first + new).expand(-1, new, -1) if block and not window else key <= query
+        sees = (key < first + new).expand(-1, new, -1) if block and window <= 0 else key <= query
         if window:
-            near = key > query - window
+            near = key > query - abs(window)
             sees = sees & (near | (key >= first) if block else near)
         bias = torch.zeros((), device=key.device, dtype=dtype).where(sees, float("-inf"))
         biases[window] = bias.repeat(1, copies, 1)[:, None]
@@ -889,7 +892,7 @@ def sees(starts_A: Tensor, ends_A: Tensor, context: int, block_size: int, window
 
     Keys are the `context` packed tokens, then the S block slots. A slot sees the context of its own document
     strictly before its anchor and all slots of its own block. With a window of W tokens (a sliding layer):
-    context from position anchor+k-(W-1) on, and the block causally.
+    context from position anchor+k-(W-1) on, and the block causally; with -W all slots of the block.
     """
 
     def mask_mod(b, h, q, kv):
@@ -897,7 +900,8 @@ def sees(starts_A: Tensor, ends_A: Tensor, context: int, block_size: int, window
         start = starts_A[anchor]
         own = (kv >= context) & ((kv - context) // block_size == anchor)
         if window:
-            start = torch.maximum(start, ends_A[anchor] + slot - (window - 1))
+            start = torch.maximum(start, ends_A[anchor] + slot - (abs(window) - 1))
+        if window > 0:
             own = own & ((kv - context) % block_size <= slot)
         return (kv >= start) & (kv < torch.clamp(ends_A[anchor], max=context)) | own
 
@@ -927,7 +931,7 @@ def block_mask(starts_A: Tensor, ends_A: Tensor, context: int, block_size: int, 
     used = (first < slots).view(rows, -1, 1)
     start, end = starts_A[anchor].view(rows, -1, 1), ends_A[anchor].view(rows, -1, 1)
     if window:  # the smallest start over the slots of a block: a superset of the needed tiles
-        start = torch.maximum(start, end - (window - 1))
+        start = torch.maximum(start, end - (abs(window) - 1))
     low = torch.arange(columns, device=device) * TILE
     meets = (used & (start < low + TILE) & (end > low) & (end > start)).any(1)
     covers = ((start <= low) & (end >= low + TILE) & used).all(1)
@@ -991,16 +995,41 @@ class DrafterConfig:
     target_layers: int
     mask_token: int
     max_position: int
-    windows: tuple[int, ...] = ()
+    windows: tuple[int, ...] = ()  # by the rule of `sees`
     softcap: float = 0.0  # c: the target's logits are c * tanh(product / c); 0: the product itself
+    conv_kernel_size: int = 0  # taps of the convolutions around each sublayer; 0: none
+    conv_group_size: int = 0
+    selector_rank: int = 0  # of the candidate selector; 0: none
+    selector_top_k: int = 0
+
+    @property
+    def variant(self) -> str:
+        return "dflash2" if self.conv_kernel_size or self.selector_rank else "dflash"
+
+    def added(self) -> tuple[int, ...]:
+        """Sizes of what DFlash 2 adds."""
+        return tuple(getattr(self, name) for name in DFLASH2)
+
+    def conv_parameters(self) -> int:
+        """Of the matrices of a layer's two convolutions."""
+        if not self.conv_kernel_size:
+            return 0
+        return 2 * self.hidden * 2 * self.conv_kernel_size * (self.hidden // self.conv_group_size)
+
+    def selector_parameters(self) -> int:
+        return self.selector_rank * (2 * self.vocab + self.hidden)
 
     def layer_parameters(self) -> int:
-        return self.hidden * ((2 * self.heads + 2 * self.kv_heads) * self.head_dim + 3 * self.intermediate)
+        """Of the matrices of a layer."""
+        of_attention = 2 * (self.heads + self.kv_heads) * self.head_dim
+        return self.hidden * (of_attention + 3 * self.intermediate) + self.conv_parameters()
 
     def parameters(self) -> int:
-        """Trained parameters: the matrices and the norms."""
+        """Trained parameters: the matrices, the norms, what is fixed in the convolutions, the selector."""
         norms = self.layers * (2 * self.hidden + 2 * self.head_dim) + 2 * self.hidden
-        return self.layers * self.layer_parameters() + len(self.ids) * self.hidden**2 + norms
+        fixed = self.layers * 4 * self.conv_kernel_size * self.hidden
+        matrices = self.layers * self.layer_parameters() + len(self.ids) * self.hidden**2
+        return matrices + norms + fixed + self.selector_parameters()
 
     def step_flops(self, tokens: int, anchors: int, context: float = 0.0) -> float:
         """Useful FLOPs of a forward and backward: products, head, attention over `context` mean tokens a
@@ -1015,7 +1044,8 @@ class DrafterConfig:
         )
         head = anchors * (self.block_size - 1) * self.hidden * self.vocab  # frozen: forward and one gradient
         attention = slots * (context + self.block_size) * self.heads * self.head_dim * 2 * self.layers
-        return 2.0 * (3 * (of_slots + of_context) + 2 * head + 3.5 * attention)
+        selector = anchors * (self.block_size - 1) * self.selector_rank * (self.hidden + self.selector_top_k)
+        return 2.0 * (3 * (of_slots + of_context + selector) + 2 * head + 3.5 * attention)
 
     def matrices(self) -> list[tuple[int, int]]:
         """Shapes of the trained matrices."""
@@ -1061,7 +1091,10 @@ class DrafterConfig:
         of_slot = size * (2 * self.hidden + 3 * q + 2 * kv + 2 * self.intermediate)
         of_slot += 4 * (2 + 2 * self.heads + self.kv_heads)  # 1/rms of four norms and attention's logsumexp
         of_slot += (2 * self.hidden + q + self.intermediate) * in_fp8
+        if self.conv_kernel_size:  # the dynamic taps, what goes into both sublayers and comes out
+            of_slot += size * (self.conv_parameters() // self.hidden + 4 * self.hidden)
         copies = self.layer_parameters() * (1 if in_fp8 else size) if size < 4 else 0
+        copies += self.conv_parameters() * (size - 1) * in_fp8  # which stay as they are
         return slots * of_slot + 2 * size * (tokens + slots) * kv + copies
 
     def chunk_moments(
@@ -1080,11 +1113,23 @@ class DrafterConfig:
         of_layer = 2 * size * i * slots + (4 + size) * h * i
         after = 4 * self.layer_parameters() + 2 * size * (2 * tokens + slots) * kv
         after -= of_a_layer  # a layer's gradients leave together
-        return {
+        selector = {"backward of the selector": (kept, self.selector_bytes(drafted, size))}
+        return (selector if self.selector_rank else {}) | {
             "loss": (kept, 2 * size * drafted * h + logits),
             "backward of the last norm": (kept + slots * h * 4 * size, 0),
             "backward of a layer": (kept + size * slots * h + max(of_layer, after), 0),
         }
+
+    def selector_bytes(self, drafted: int, size: int = 2) -> int:
+        """Of the loss, in the selector's backward: h and its gradients; the codebooks' rows of the candidates
+        and fp32 gradients beside those they are added to, or, later, the head's rows of some candidates.
+        """
+        candidates = self.selector_top_k + 1
+        kept = drafted * (3 * size * self.hidden + candidates * 16)
+        of_codebooks = size * drafted * (candidates + 2) * self.selector_rank + 4 * self.selector_parameters()
+        width = candidates * self.hidden
+        of_head = size * (drafted * self.hidden + ChunkedCrossEntropy.rows(drafted, width) * width)
+        return kept + max(of_codebooks, of_head)
 
     def context_moments(self, tokens: int, slots: int, chunks: int, size: int = 2) -> dict[str, int]:
         """Bytes of the context's own backward, after the last chunk's; chunks before it left a gradient."""
@@ -1095,10 +1140,73 @@ class DrafterConfig:
         return {"backward of the context": self.context_bytes(tokens, size) + left + new + of_all}
 
     @staticmethod
-    def of(t: TargetConfig, layers: int, block_size: int, taps: int, mask_token: int) -> "DrafterConfig":
+    def of(
+        t: TargetConfig, layers: int, block_size: int, taps: int, mask_token: int, variant: str = "dflash"
+    ) -> "DrafterConfig":
         same = {f.name: getattr(t, f.name) for f in dataclasses.fields(DrafterConfig) if hasattr(t, f.name)}
         same |= dict(layers=layers, block_size=block_size, mask_token=mask_token, windows=(0,) * layers)
+        same |= DFLASH2 if variant == "dflash2" else {}
         return DrafterConfig(**same, ids=tuple(tap_layers(t.layers, taps)), target_layers=t.layers)
+
+    def check_variant(self) -> None:
+        """ValueError where the sizes do not allow what DFlash 2 adds."""
+        if self.conv_kernel_size and (not self.conv_group_size or self.hidden % self.conv_group_size):
+            raise ValueError(
+                f"the hidden size {self.hidden} is not a multiple of the convolution's group of "
+                f"{self.conv_group_size} channels"
+            )
+        if self.selector_rank and not 0 < self.selector_top_k <= self.vocab:
+            raise ValueError(f"{self.selector_top_k} candidates of a slot, of a vocabulary of {self.vocab}")
+
+
+class BlockConv(nn.Module):
+    """A convolution along the slots of each block, before and after a sublayer (DFlash 2).
+
+    out[i, c] = sum over taps t of (base[t, c] + delta[i, t, group of c]) * x[i - t, c]: each channel for
+    itself, nothing from before the block. One product with the sublayer's input gives delta for both sides.
+    Starts as the identity.
+    """
+
+    def __init__(self, c: DrafterConfig):
+        super().__init__()
+        self.block_size, self.taps, self.group = c.block_size, c.conv_kernel_size, c.conv_group_size
+        identity = torch.zeros(2, self.taps, c.hidden)
+        identity[:, 0] = 1
+        self.base_kernel = nn.Parameter(identity)
+        self.kernel_projection = nn.Linear(c.hidden, 2 * self.taps * (c.hidden // self.group), bias=False)
+
+    def before(self, x_SH: Tensor) -> tuple[Tensor, Tensor]:
+        """The sublayer's input, and the delta for its output."""
+        delta = linear(x_SH, self.kernel_projection).unflatten(-1, (2, self.taps, -1))
+        return self.convolve(x_SH, delta[:, 0], 0), delta[:, 1]
+
+    def after(self, x_SH: Tensor, delta_SUW: Tensor) -> Tensor:
+        return self.convolve(x_SH, delta_SUW, 1)
+
+    def convolve(self, x_SH: Tensor, delta_SUW: Tensor, side: int) -> Tensor:
+        """Computed in fp32 (1 + delta would lose the delta in bf16), returned in the input's dtype.
+
+        Of x only slices are made, and the products are padded: a shifted or wider x would be kept for the
+        backward pass.
+        """
+        x = x_SH.unflatten(-1, (-1, self.group)).unflatten(0, (-1, self.block_size))
+        base = self.base_kernel[side].float().unflatten(-1, (-1, self.group))
+        delta = delta_SUW.float().unflatten(0, (-1, self.block_size))
+        out = torch.zeros_like(x, dtype=torch.float32)
+        for t in range(self.taps):
+            product = (base[t] + delta[:, t:, t, :, None]) * x[:, : self.block_size - t].float()
+            out = out + F.pad(product, (0, 0, 0, 0, t, 0))
+        return out.flatten(0, 1).flatten(1).to(x_SH.dtype)
+
+
+class NoConv(nn.Module):
+    """DFlash: a sublayer as it is."""
+
+    def before(self, x_SH: Tensor) -> tuple[Tensor, None]:
+        return x_SH, None
+
+    def after(self, x_SH: Tensor, _: None) -> Tensor:
+        return x_SH
 
 
 def add_noise(features_TKH: Tensor, amount: float, hidden: int, seed: tuple[int, int]) -> None:
@@ -1133,6 +1241,9 @@ class DrafterLayer(nn.Module):
         self.down_proj = nn.Linear(c.intermediate, c.hidden, bias=False)
         self.input_layernorm = RMSNorm(c.hidden, c.eps)
         self.post_attention_layernorm = RMSNorm(c.hidden, c.eps)
+        self.attention_conv, self.mlp_conv = (
+            BlockConv(c) if c.conv_kernel_size else NoConv() for _ in range(2)
+        )
 
     def split_heads(self, x: Tensor) -> Tensor:
         return x.unflatten(-1, (-1, self.head_dim))
@@ -1149,16 +1260,16 @@ class DrafterLayer(nn.Module):
         self, x_SH: Tensor, ctx_k: Tensor, ctx_v: Tensor, cos: Tensor, sin: Tensor, mask: BlockMask | Tensor
     ) -> Tensor:
         """Block states [S, H], context keys and values [T, G, D], angles [S, D] to block states [S, H]."""
-        h = self.input_layernorm(x_SH)
+        h, delta = self.attention_conv.before(self.input_layernorm(x_SH))
         q = rotate(self.q_norm(self.split_heads(self.product(h, self.q_proj))), cos, sin)
         k, v = self.keys_values(h, cos, sin)
-        x_SH = x_SH + self.product(attend(q, torch.cat([ctx_k, k]), torch.cat([ctx_v, v]), mask), self.o_proj)
-        return self.mlp(x_SH)
+        out = self.product(attend(q, torch.cat([ctx_k, k]), torch.cat([ctx_v, v]), mask), self.o_proj)
+        return self.mlp(x_SH + self.attention_conv.after(out, delta))
 
     def mlp(self, x_SH: Tensor) -> Tensor:
-        h = self.post_attention_layernorm(x_SH)
+        h, delta = self.mlp_conv.before(self.post_attention_layernorm(x_SH))
         act = F.silu(self.product(h, self.gate_proj)) * self.product(h, self.up_proj)
-        return x_SH + self.product(act, self.down_proj)
+        return x_SH + self.mlp_conv.after(self.product(act, self.down_proj), delta)
 
     def extend(
         self, x: Tensor, cos: Tensor, sin: Tensor, keys: Tensor, values: Tensor, at_PB: Tensor, bias: Tensor
@@ -1167,10 +1278,69 @@ class DrafterLayer(nn.Module):
 
         The block's own keys and values go into the cache behind the context, which will overwrite them.
         """
-        h = self.input_layernorm(x)
+        h, delta = self.attention_conv.before(self.input_layernorm(x))
         q = rotate(self.q_norm(self.split_heads(self.product(h, self.q_proj))), cos, sin)
         out = attend_cached(q, *self.keys_values(h, cos, sin), keys, values, at_PB, bias)
-        return self.mlp(x + self.product(out, self.o_proj))
+        return self.mlp(x + self.attention_conv.after(self.product(out, self.o_proj), delta))
+
+
+class CandidateSelector(nn.Module):
+    """Of a slot's most likely tokens, the one that goes best with the token before it (DFlash 2).
+
+    edge(p -> c) = <predecessor[p] * projection(h), successor[c]> + logit[c], with the slot's final state h:
+    a transition of low rank Z on top of what the head says. Starts with the head's word alone.
+    """
+
+    def __init__(self, c: DrafterConfig):
+        super().__init__()
+        self.top_k = c.selector_top_k
+        self.hidden_projection = nn.Linear(c.hidden, c.selector_rank, bias=False)
+        self.predecessor_codebook = nn.Parameter(torch.zeros(c.vocab, c.selector_rank))
+        self.successor_codebook = nn.Parameter(torch.zeros(c.vocab, c.selector_rank))
+
+    def edges(self, state_RZ: Tensor, before_R: Tensor, ids_RM: Tensor, logits_RM: Tensor) -> Tensor:
+        """fp32 [R, M] of each row's candidates after the token before_R; state_RZ is projection(h)."""
+        gate_RZ = F.embedding(before_R, self.predecessor_codebook).to(state_RZ.dtype) * state_RZ
+        successors = F.embedding(ids_RM, self.successor_codebook).to(state_RZ.dtype)
+        return logits_RM.float() + (gate_RZ[:, None] * successors).sum(-1, dtype=torch.float32)
+
+    def walk(
+        self, h_ABH: Tensor, ids_ABM: Tensor, logits_ABM: Tensor, token_A: Tensor, choose: Callable
+    ) -> tuple[Tensor, list]:
+        """The drafted tokens [A, B-1], each chosen after the one before it; slots 1..B-1 given.
+
+        Begins after the anchor's token_A. `choose(edges [A, M], slot)`: index of a candidate [A], and its
+        odds, which are handed back for each slot.
+        """
+        state_ABZ = linear(h_ABH, self.hidden_projection)
+        tokens, odds = [], []
+        for k in range(ids_ABM.shape[1]):
+            edges_AM = self.edges(state_ABZ[:, k], token_A, ids_ABM[:, k], logits_ABM[:, k])
+            at_A, odds_AM = choose(edges_AM, k)
+            token_A = ids_ABM[:, k].gather(1, at_A[:, None])[:, 0]
+            tokens.append(token_A)
+            odds.append(odds_AM)
+        return torch.stack(tokens, 1), odds
+
+
+def selector_loss(
+    selector: CandidateSelector,
+    h_RH: Tensor,
+    before_R: Tensor,
+    weights_R: Tensor,
+    ids_RM: Tensor,
+    logits_RM: Tensor,
+) -> Tensor:
+    """Weighted sum of cross-entropies over the candidates of each row, given the true token before_R.
+
+    The last column is the label. Where it is not among the candidates it takes the last one's place.
+    """
+    edges_RM = selector.edges(linear(h_RH, selector.hidden_projection), before_R, ids_RM, logits_RM)
+    edges_RM, label_R = edges_RM[:, :-1], edges_RM[:, -1]
+    missing_R = (ids_RM[:, :-1] != ids_RM[:, -1:]).all(1)
+    last_R = torch.where(missing_R, label_R, edges_RM[:, -1])
+    edges_RM = torch.cat([edges_RM[:, :-1], last_R[:, None]], 1)
+    return (weights_R * (edges_RM.logsumexp(1) - label_R)).sum()
 
 
 ContextKV = list[tuple[Tensor, Tensor]]
@@ -1181,9 +1351,10 @@ class Drafter(nn.Module):
     head.
 
     `embedding` and `head` [V, H] are the target's, as plain attributes: neither saved nor trained.
-    `run_context`, `run_layer`, `run_norm` and `run_loss` are what a step calls: train.py puts compiled
-    handles there; saving and decoding go through the module itself. `in_fp8`: products of the layers and of
-    the loss in 8-bit floats (fp8.py). `dpace`: in training the slots are weighted by `dpace_weights`.
+    `run_context`, `run_layer`, `run_norm`, `run_loss` and `run_selector` are what a step calls: train.py puts
+    compiled handles there; saving and decoding go through the module itself. `in_fp8`: products of the layers
+    and of the loss in 8-bit floats (fp8.py); convolutions and selector stay as they are. `dpace`: in
+    training the slots are weighted by `dpace_weights`.
     """
 
     def __init__(
@@ -1195,6 +1366,7 @@ class Drafter(nn.Module):
         self.hidden_norm = RMSNorm(c.hidden, c.eps)
         self.layers = nn.ModuleList(DrafterLayer(c) for _ in range(c.layers))
         self.norm = RMSNorm(c.hidden, c.eps)
+        self.candidate_selector = CandidateSelector(c) if c.selector_rank else None
         self.embedding, self.head = embedding.detach(), head.detach()
         self.freq = rope_frequencies(c.head_dim, c.rope_theta, c.rope_scaling)
         self.run_context: Callable = Drafter.project_context
@@ -1202,6 +1374,7 @@ class Drafter(nn.Module):
         self.run_norm: Callable = RMSNorm.forward
         self.run_loss: Callable = cross_entropy_rows
         self.dpace = False
+        self.run_selector: Callable = selector_loss
         self._reset(seed)
         self.fp8_head = fp8.Head(self.head) if in_fp8 else None
         if in_fp8:
@@ -1215,11 +1388,13 @@ class Drafter(nn.Module):
 
         The final norm starts at 1/|head row|, so that the first logits have unit spread: with a weight of 1
         before a large tied head the loss starts several times above ln V and the first hundred steps only
-        undo that.
+        undo that. What DFlash 2 adds changes nothing at first: the same seed gives the same drafts as DFlash.
         """
         random = torch.Generator().manual_seed(seed)
         for name, p in self.named_parameters():
-            if p.dim() == 2 and p.device.type != "meta":
+            if name.endswith(("kernel_projection.weight", "successor_codebook")):
+                p.zero_()
+            elif p.dim() == 2 and p.device.type != "meta":
                 scale = p.shape[1] ** -0.5
                 if name.endswith(("o_proj.weight", "down_proj.weight")):
                     scale /= math.sqrt(2 * self.c.layers)
@@ -1295,12 +1470,45 @@ class Drafter(nn.Module):
         cap, run_rows, drafted = self.c.softcap, self.run_loss, self.c.block_size - 1
         run_rows = functools.partial(run_rows, softcap=cap) if cap else run_rows
         likely = None if blocks.likely is None else [t[:, 1:].flatten(0, 1) for t in blocks.likely]
-        dpace = self.dpace and torch.is_grad_enabled()
-        if dpace:
-            run_rows = functools.partial(run_rows, block=drafted)
-        whole = drafted if dpace else 1
-        loss, predicted = ChunkedCrossEntropy.apply(h, head, labels, weights, run_rows, likely, whole)
-        return loss * whole, predicted.unflatten(0, (-1, drafted))
+        whole, selector = 1, self.candidate_selector
+        if self.dpace and torch.is_grad_enabled():
+            whole, run_rows = drafted, functools.partial(run_rows, block=drafted)
+        inputs = (h, head, labels, weights, run_rows, likely, whole, selector.top_k if selector else 0)
+        loss, predicted, *candidates = ChunkedCrossEntropy.apply(*inputs)
+        if not selector:
+            return loss * whole, predicted.unflatten(0, (-1, drafted))
+        more, predicted = self.select(h, blocks, predicted, weights, *candidates)
+        return loss * whole + SELECTOR_WEIGHT * more, predicted
+
+    def select(
+        self,
+        h_RH: Tensor,
+        blocks: Blocks,
+        predicted_R: Tensor,
+        weights_R: Tensor,
+        ids_RM: Tensor,
+        logits_RM: Tensor,
+    ) -> tuple[Tensor, Tensor]:
+        """The selector's loss sum, and the predicted tokens [A, B-1]. The candidates' last column is the
+        label.
+
+        Evaluation predicts as decoding drafts, by a walk from the anchor. In training, where a walk slot by
+        slot would only serve the log, it is the most likely token of the head alone: acc and acc_len of a
+        training step are those of DFlash.
+        """
+        selector, drafted = self.candidate_selector, (-1, self.c.block_size - 1)
+        logits_RM = soft_capped(logits_RM, self.c.softcap)
+        before_R = blocks.labels_AB[:, :-1].flatten()
+        loss = self.run_selector(selector, h_RH, before_R, weights_R, ids_RM, logits_RM)
+        if torch.is_grad_enabled():
+            return loss, predicted_R.unflatten(0, drafted)
+        parts = (t.unflatten(0, drafted) for t in (h_RH, ids_RM[:, :-1], logits_RM[:, :-1]))
+        return loss, selector.walk(*parts, blocks.labels_AB[:, 0], most_likely)[0]
+
+
+def most_likely(edges_AM: Tensor, slot: int) -> tuple[Tensor, None]:
+    """The greedy choice of `CandidateSelector.walk`."""
+    return edges_AM.argmax(-1), None
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -1317,6 +1525,11 @@ def dpace_weights(loss_AK: Tensor, supervised_AK: Tensor, smoothing: float = 0.5
     q_AK = smoothing + (1 - smoothing) * torch.exp(-loss_AK)
     reached_AK = torch.where(supervised_AK, q_AK, 0.0).cumprod(1)
     return reached_AK.flip(1).cumsum(1).flip(1)
+
+
+def soft_capped(logits: Tensor, cap: float) -> Tensor:
+    """fp32 logits of a target that caps them (Gemma); 0: the logits as they are."""
+    return cap * torch.tanh(logits.float() / cap) if cap else logits
 
 
 def cross_entropy_rows(
@@ -1392,6 +1605,10 @@ class Head:
         """d loss / d h from d loss / d logits, into `out_RH`."""
         torch.mm(grad_RV, self.head_VH, out=out_RH)
 
+    def rows(self, ids_RM: Tensor, dtype: torch.dtype) -> Tensor:
+        """The head's rows of these tokens, [R, M, H]."""
+        return F.embedding(ids_RM, self.head_VH)
+
 
 class ChunkedCrossEntropy(torch.autograd.Function):
     """sum_i w_i * CE(h_i @ head.T, label_i) without ever holding all the logits; `likely` as in
@@ -1399,6 +1616,9 @@ class ChunkedCrossEntropy(torch.autograd.Function):
 
     The head is frozen, so the gradient with respect to h is formed in the forward pass from the same logits:
     two matrix products for a chunk of rows and no recompute. Only the loss carries a gradient.
+
+    With `top_k`: also the most likely tokens of each row, then its label, [R, top_k + 1], and their logits,
+    which carry a gradient too.
     """
 
     ELEMENTS = 1 << 28  # logits at a time: 0.5 GiB in bf16
@@ -1406,17 +1626,19 @@ class ChunkedCrossEntropy(torch.autograd.Function):
     @staticmethod
     def rows(total: int, vocab: int, block: int = 1) -> int:
         """Rows of logits at a time, whole blocks of them; those of one part live together with their
-        gradient.
+        gradient. In equal parts where some more would be equal: a last one of its own size is a graph more
+        to compile.
         """
         total = total // block
         parts = -(-total // max(1, ChunkedCrossEntropy.ELEMENTS // (block * vocab)))
-        return -(-total // parts) * block
+        equal = (n for n in range(parts, parts + parts // 4 + 2) if total % n == 0)
+        return -(-total // next(equal, parts)) * block
 
     @staticmethod
-    def forward(ctx, h, head, labels, weights, run_rows, likely=None, block=1):
+    def forward(ctx, h, head, labels, weights, run_rows, likely=None, block=1, top_k=0):
         rows = ChunkedCrossEntropy.rows(len(h), head.shape[0], block)
         grad = torch.empty_like(h) if ctx.needs_input_grad[0] else None
-        loss, predicted = h.new_zeros((), dtype=torch.float32), []
+        loss, predicted, ids, tops = h.new_zeros((), dtype=torch.float32), [], [], []
         for lo in range(0, len(h), rows):
             part = slice(lo, lo + rows)
             logits = head.logits(h[part])
@@ -1428,16 +1650,33 @@ class ChunkedCrossEntropy(torch.autograd.Function):
             predicted.append(part_predicted)
             if grad is not None:
                 head.back(grad_logits, grad[part])
+            if top_k:
+                ids.append(torch.cat([logits.topk(top_k).indices, labels[part, None]], 1))
+                tops.append(logits.gather(1, ids[-1]))
             del logits, grad_logits  # before the next part's are made
-        predicted = torch.cat(predicted)
-        ctx.mark_non_differentiable(predicted)
-        ctx.save_for_backward(grad)
-        return loss, predicted
+        predicted, *found = map(torch.cat, (predicted, ids, tops) if top_k else (predicted,))
+        ctx.mark_non_differentiable(predicted, *found[:1])
+        ctx.save_for_backward(grad, *found[:1])
+        ctx.head = head
+        return loss, predicted, *found
 
     @staticmethod
-    def backward(ctx, grad_loss, _):
-        (grad,) = ctx.saved_tensors
-        return grad * grad_loss.to(grad.dtype), None, None, None, None, None, None
+    def backward(ctx, grad_loss, _, *grads):
+        grad, *ids = ctx.saved_tensors
+        grad = grad * grad_loss.to(grad.dtype)
+        if ids:
+            _, grad_RM = grads
+            add_candidates_gradient(grad, ctx.head, *ids, grad_RM)
+        return grad, None, None, None, None, None, None, None
+
+
+def add_candidates_gradient(grad_RH: Tensor, head: Head, ids_RM: Tensor, grad_RM: Tensor) -> None:
+    """Add d loss / d h of the candidates' logits, which are h times a few rows of the head."""
+    rows = ChunkedCrossEntropy.rows(len(ids_RM), ids_RM.shape[1] * grad_RH.shape[1])
+    for lo in range(0, len(ids_RM), rows):
+        part = slice(lo, lo + rows)
+        of_head = head.rows(ids_RM[part], grad_RH.dtype)
+        grad_RH[part] += (grad_RM[part, None].to(grad_RH.dtype) @ of_head)[:, 0]
 
 
 def matching_prefix(predicted_AB: Tensor, labels_AB: Tensor, weights_AB: Tensor) -> Tensor:

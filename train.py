@@ -107,7 +107,8 @@ class Config:
     max_length: int = option(
         0, "tokens of a document, longer ones are cut (4096, at most what the target takes)"
     )
-    block_size: int = option(0, "tokens of a block, B (16)")
+    variant: str = option("dflash", "dflash, or dflash2: convolutions in the block, a candidate selector")
+    block_size: int = option(0, "tokens of a block, B (16; 8 with dflash2)")
     draft_layers: int = option(0, "layers of the drafter (5)")
     taps: int = option(0, "target layers whose outputs the drafter sees, K (5)")
     feature_noise: float = option(
@@ -166,7 +167,7 @@ class Config:
         """The shape of the run's drafter: that of what it starts from, else that of the flags."""
         if self.init_draft:
             return shape_to_start_from(self.init_draft, self.resume, self.target, self.target_backend)
-        return DrafterConfig.of(t, self.draft_layers, self.block_size, self.taps, mask_token)
+        return DrafterConfig.of(t, self.draft_layers, self.block_size, self.taps, mask_token, self.variant)
 
 
 def backend(c: Config) -> types.ModuleType:
@@ -275,7 +276,7 @@ def resolve(c: Config, t: TargetConfig, world_size: int, nodes: int) -> Config:
     c = take_shape(c, c.drafter(t)) if c.init_draft else dataclasses.replace(c)
     if c.token_budget in (0, AUTO):
         c.token_budget = 1024 if tiny else 16384
-    c.block_size = c.block_size or (8 if tiny else 16)
+    c.block_size = c.block_size or (8 if tiny or c.variant == "dflash2" else 16)
     c.draft_layers = c.draft_layers or (2 if tiny else 5)
     c.taps = c.taps or 5
     c.gamma = c.gamma or model.default_gamma(c.block_size)
@@ -344,6 +345,13 @@ def resolve(c: Config, t: TargetConfig, world_size: int, nodes: int) -> Config:
         raise ValueError(f"--loss-weights {data.short(c.loss_weights, 40)}: give decay or dpace")
     if c.device not in ("", "cuda", "cpu"):
         raise ValueError(f"--device {data.short(c.device, 40)}: give cuda or cpu")
+    if c.variant not in ("dflash", "dflash2"):
+        raise ValueError(f"--variant {data.short(c.variant, 40)}: give dflash or dflash2")
+    d = c.drafter(t)
+    try:
+        d.check_variant()
+    except ValueError as error:
+        raise ValueError(f"--variant dflash2: {error}: leave it out") from None
     if c.fp8:
         check_fp8(c, t)
     return resolve_split(c, t, world_size, nodes)
@@ -352,7 +360,7 @@ def resolve(c: Config, t: TargetConfig, world_size: int, nodes: int) -> Config:
 def take_shape(c: Config, d: DrafterConfig) -> Config:
     """The shape of --init-draft in place of the defaults; ValueError for a flag that contradicts it."""
     shape = {"block_size": d.block_size, "draft_layers": d.layers, "taps": len(d.ids)}
-    shape |= {"mask_token_id": d.mask_token}
+    shape |= {"mask_token_id": d.mask_token, "variant": d.variant}
     for name, value in shape.items():
         if (given := getattr(c, name)) not in (getattr(Config, name), value):
             raise ValueError(
@@ -911,7 +919,8 @@ def update(job: Job, weight: Tensor, lr: float) -> tuple[Tensor, Tensor]:
 def evaluate(job: Job, feed: Streamed | Colocated) -> dict:
     """Held-out loss, accuracy (in all and by slot), acc_len and tau, over all drafters.
 
-    acc_len is teacher-forced: the mean over all positions. tau walks each recorded answer as decoding would,
+    acc_len is teacher-forced: the mean over all positions (where a block begins; inside it each slot follows
+    what was drafted before it). tau walks each recorded answer as decoding would,
     so it is tokens per target pass, exactly so where the answers are the target's own greedy ones.
     """
     c, sources = job.c, job.facts["sources"]
@@ -1183,6 +1192,7 @@ def gate(job: Job) -> None:
             drafter.run_context = compile_utils.compile(Drafter.project_context, name="context", log=say)
             drafter.run_norm = compile_utils.compile(model.RMSNorm.forward, name="norm", log=say)
             drafter.run_loss = compile_utils.compile(model.cross_entropy_rows, name="loss", log=say)
+            drafter.run_selector = compile_utils.compile(model.selector_loss, name="selector", log=say)
     if cuda and isinstance(getattr(job, "target", None), model.Target):
         compile_target(job.target, say)
     if world.drafts or cuda:
@@ -1191,6 +1201,7 @@ def gate(job: Job) -> None:
     shape = (d.hidden, d.intermediate, d.heads, d.kv_heads, d.head_dim, d.vocab)
     shape += d.windows if any(d.windows) else ()
     key = f"T{c.token_budget} A{c.anchor_chunk} B{d.block_size} {shape} {job.dtype}"
+    key += f" {d.variant} {d.added()}" if d.variant != "dflash" else ""
     key += f" tp{c.target_tp}" if c.target_tp > 1 else ""
     key += " dpace" if c.loss_weights == "dpace" else ""
     key += " distill" if c.distill else ""
@@ -1396,8 +1407,9 @@ def banner(job: Job) -> Iterator[str]:
     if world.colocate:
         roles = f"{world.size} rank(s), each drafter and target"
     yield f"{roles} on {world.nodes} node(s), {job.device.type} {dtype}"
+    name = "drafter" if d.variant == "dflash" else f"{d.variant} drafter"
     yield (
-        f"drafter: {d.layers} layers, B {d.block_size}, {d.parameters() / 1e6:.1f}M parameters, "
+        f"{name}: {d.layers} layers, B {d.block_size}, {d.parameters() / 1e6:.1f}M parameters, "
         f"taps {list(d.ids)}, mask token {d.mask_token}, gamma {c.gamma:g}, lr {c.lr:g}"
         + (f", distill {c.distill:g}" if c.distill else "")
     )

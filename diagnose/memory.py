@@ -118,17 +118,18 @@ def is_view(n: torch.fx.Node) -> bool:
 
 
 def is_pointwise(n: torch.fx.Node) -> bool:
+    """A gather of a table's rows is pointwise as well."""
+    others = (torch.ops.prims.convert_element_type.default, torch.ops.aten.embedding.default)
     return n.op == "call_function" and (
-        torch.Tag.pointwise in getattr(n.target, "tags", ())
-        or n.target is torch.ops.prims.convert_element_type.default
+        torch.Tag.pointwise in getattr(n.target, "tags", ()) or n.target in others
     )
 
 
 def fuses_inputs(n: torch.fx.Node) -> bool:
-    """Reads pointwise work in one kernel with it: more of it, a reduction, a concatenation."""
+    """Reads pointwise work in one kernel with it: more of it, a reduction or concatenation, sums by index."""
     aten = torch.ops.aten
     joined = (aten.sum.dim_IntList, aten.mean.dim, aten.cat.default, aten.sum.default)
-    return is_pointwise(n) or n.target in joined
+    return is_pointwise(n) or n.target in joined or "index_put" in str(n.target)
 
 
 def node_bytes(n: torch.fx.Node) -> int:
@@ -313,6 +314,7 @@ def trace_step(c, t: TargetConfig) -> int:
     drafter.run_norm = Traced(live, model.RMSNorm.forward)
     drafter.run_loss = lambda *a, **k: live.run(lambda: model.cross_entropy_rows(*a, **k), a[0].nbytes)
     drafter.dpace = c.loss_weights == "dpace"
+    drafter.run_selector = Traced(live, model.selector_loss)
     job = types.SimpleNamespace(
         c=c, drafter=drafter, device=torch.device("meta"), facts={"mask_token": 0}, put=lambda x: x.to("meta")
     )

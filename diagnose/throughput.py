@@ -761,7 +761,7 @@ def should_take(run: Run) -> tuple[float, float]:
 
     c = run.config
     # An estimate, by the flags alone: the folder of --init-draft may be gone.
-    d = train.DrafterConfig.of(run.target, c.draft_layers, c.block_size, c.taps, 0)
+    d = train.DrafterConfig.of(run.target, c.draft_layers, c.block_size, c.taps, 0, c.variant)
     of_target = c.target_flops(run.target, d) / c.target_tp / (run.ceiling / 2)
     of_target += c.target_layers(d) * LAUNCHING_S
     chunks = c.anchors // c.anchor_chunk
