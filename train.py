@@ -123,7 +123,7 @@ class Config:
     distill: float = option(
         0.0, "share of the loss that is against the target's own distribution, 0 to 1 (none)"
     )
-    lr: float = option(0.0, "peak learning rate (6e-4; 2e-3 with --optimizer muon)")
+    lr: float = option(0.0, "peak learning rate (6e-4; 4e-3 with --optimizer muon)")
     warmup_ratio: float = option(0.04, "share of the steps with rising learning rate")
     clip: float = option(1.0, "largest gradient norm")
     optimizer: str = option("adamw", "adamw, or muon for the drafter's matrices")
@@ -285,7 +285,7 @@ def resolve(c: Config, t: TargetConfig, world_size: int, nodes: int) -> Config:
     c.anchor_chunk = min(c.anchor_chunk or 2048, c.anchors)
     c.anchors = -(-c.anchors // c.anchor_chunk) * c.anchor_chunk
     if c.optimizer == "muon":
-        c.lr = c.lr or (1e-2 if tiny else 2e-3)
+        c.lr = c.lr or (2e-2 if tiny else 4e-3)
     c.lr = c.lr or (3e-3 if tiny else 6e-4)
     if tiny:
         c.steps = c.steps or (0 if c.epochs else 250)

@@ -184,7 +184,7 @@ def test_another_name_is_refused_and_the_rate_is_its_own():
     rates = [
         train.resolve(train.parse_flags(["--optimizer", name]), t, 1, 1).lr for name in ("adamw", "muon")
     ]
-    assert rates == [3e-3, 1e-2]
+    assert rates == [3e-3, 2e-2]
     c = train.parse_flags(["--optimizer", "muoon"])
     with pytest.raises(ValueError, match="--optimizer muoon: give adamw or muon"):
         train.resolve(c, model.TargetConfig.from_folder(train.TINY), 1, 1)
