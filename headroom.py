@@ -18,11 +18,10 @@ from model import TILE, DrafterConfig, TargetConfig, likely_rows
 GIB, MIB = 2**30, 2**20
 # Measured on an H200 with torch 2.11, the allocator's part fitted to 15 configurations (docs/memory.md).
 CONTEXT = {"drafter": 1320 * MIB, "target": 770 * MIB, "colocate": 1320 * MIB}  # CUDA, its loaded kernels
-BARE_CONTEXT = 400 * MIB  # of it before any kernel is loaded; 500 MiB on an H200, the less the safer
+BARE_CONTEXT = 400 * MIB  # of it before any kernel is loaded; 620 MiB on an H200, the less the safer
 NCCL = 448 * MIB  # communicators of a rank that has peers
-FRAGMENTS = 0.055  # of what comes and goes: holes that the caching allocator leaves
-WORKSPACE = {"drafter": 390 * MIB, "target": 100 * MIB, "colocate": 390 * MIB}  # of products, and rounding
-RETURNING = 2.2  # times a layer's weight gradients, when they come back to the holes of earlier chunks
+FRAGMENTS = 0.02  # of what comes and goes: holes that the caching allocator leaves
+WORKSPACE = {"drafter": 150 * MIB, "target": 110 * MIB, "colocate": 150 * MIB}  # of products, and rounding
 CPU_BASE = 700 * MIB  # a process that has imported torch
 TIGHT = 0.05  # less headroom than this share of the card is worth a warning
 MOST_TOKENS = 1 << 22
@@ -147,10 +146,10 @@ def finish(parts: dict[str, int], c, d: DrafterConfig, role: str, ranks: int, si
     if size == 4:
         return parts | {"CUDA and NCCL": CPU_BASE}
     holes = WORKSPACE[role]
-    if role != "target":  # what a target's formula counts too much is more than its holes
+    if role == "target":  # between its layers' tensors there is room for two hidden states
+        holes += 2 * size * c.token_budget * d.hidden
+    else:
         holes += int(FRAGMENTS * sum(parts[name] for name in PASSING))
-        if c.anchors > 2 * c.anchor_chunk:
-            holes += int(RETURNING * 4 * d.layer_parameters())
     outside = CONTEXT[role] + (NCCL if ranks > 1 else 0)
     return parts | {"allocator": holes, "CUDA and NCCL": outside}
 

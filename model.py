@@ -163,22 +163,28 @@ class TargetConfig:
         return ends + layers * layer
 
     def features_bytes(self, tokens: int, size: int = 2) -> int:
-        """Peak of `Target.features` besides weights and features, with elements of `size` bytes: one layer,
-        run eagerly, at the largest of its moments.
+        """Peak of `Target.features` besides weights and features, with elements of `size` bytes: one layer at
+        the largest of its moments.
 
-        Counts what Python still names: the layer's input, q, k, the fused q-k-v that v is a view of.
+        On a GPU (2 bytes) it is compiled: pointwise work leaves nothing between products. On a CPU it counts
+        what Python still names: the layer's input, q, k, the fused q-k-v that v is a view of.
         """
         q, kv, h = self.heads * self.head_dim, self.kv_heads * self.head_dim, self.hidden
-        wide = 4 if size < 4 else 0  # .float() of an fp32 tensor is no copy
-        fused, rotated = size * (q + 2 * kv), size * (q + kv)
-        normed = size * (q + kv) if self.qk_norm else 0
+        fused, rotated = q + 2 * kv, q + kv
+        normed = q + kv if self.qk_norm else 0
         moments = {
-            "norm": size * 2 * h + wide * h + 8 * h,
-            "rope of q": size * h + fused + normed + wide * q + 16 * q,
-            "attention": size * (h + kv + 2 * q) + fused + rotated,
-            "mlp": size * 2 * h + fused + rotated + size * (q + 4 * self.intermediate),
+            "rope": h + 2 * fused,
+            "attention": h + fused + q,
+            "mlp": 2 * h + 3 * self.intermediate,
         }
-        return tokens * (max(moments.values()) + 8 * self.head_dim)
+        if size > 2:
+            moments = {
+                "norm": 2 * h + 2,
+                "rope of q": h + fused + normed + 4 * q,
+                "attention": h + kv + 2 * q + fused + rotated,
+                "mlp": 2 * h + fused + rotated + q + 4 * self.intermediate,
+            }
+        return tokens * (size * max(moments.values()) + 8 * self.head_dim)
 
     def likely_bytes(self, tokens: int, size: int = 2) -> int:
         """Peak of `Target.likely` besides weights and results: its input, and for a part of the rows the

@@ -289,7 +289,13 @@ def trace_features(c, t: TargetConfig) -> int:
         target = model.Target(t, d.ids[0] + 1, head=False, parts=c.target_tp).bfloat16()
         out = torch.empty(c.token_budget, len(d.ids) * d.hidden, dtype=torch.bfloat16)
         row = torch.empty(c.token_budget, dtype=torch.int64)
-    with traceable(), torch.no_grad(), Live() as live:
+    live = Live()
+    whole = Traced(live, lambda layer, *inputs: model.TargetLayer.forward(layer, *inputs, None, 0))
+    attention = Traced(live, lambda layer, *inputs: model.TargetLayer.attention(layer, *inputs, None, 0))
+    target.run_layer = lambda *inputs: whole(*inputs[:4])
+    target.run_attention = lambda *inputs: attention(*inputs[:4])
+    target.run_gated = Traced(live, model.TargetLayer.gated)
+    with traceable(), torch.no_grad(), live:
         target.features(row, row, row, c.max_length, [d.ids[0]], out)
     return live.most
 
