@@ -70,6 +70,7 @@ ROWS, CPU_ROWS = 256, 32  # where memory allows
 ATTEMPTS, BACKOFF_S = 8, 1.0  # of a request, and the wait between the first two: 1, 2, 4, ... s, at most 60
 MOST_REFUSED = 20  # requests a server may refuse before it has answered one
 REPLY_BYTES = 64 << 20
+LINE_BYTES = 1 << 28  # a longer line of an earlier output is none of ours
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -231,18 +232,24 @@ class Store:
         """(id, line) of everything written so far, a torn last line left out; ids can repeat after a kill."""
         for path in [self.out, *sorted(self.folder.glob("*.jsonl"))]:
             try:
-                content = path.read_bytes()
+                file = path.open("rb")
             except FileNotFoundError:
                 continue
             except OSError as error:
                 raise ValueError(f"{path}: cannot be read ({error.strerror}): check it") from None
-            for number, line in enumerate(content.split(b"\n")[:-1], 1):
-                try:
-                    yield data.text_of(data.parse_line(line).get("prompt_id"), "prompt_id"), line
-                except data.BadLine as error:
-                    raise ValueError(
-                        f"{path}:{number}: {error}: not a line of generate.py: give another --out"
-                    ) from None
+            with file:
+                for number in itertools.count(1):
+                    line = file.readline(LINE_BYTES)
+                    try:
+                        if len(line) == LINE_BYTES:
+                            raise data.BadLine("longer than any answer")
+                        if not line.endswith(b"\n"):
+                            break
+                        id = data.text_of(data.parse_line(line[:-1]).get("prompt_id"), "prompt_id")
+                    except data.BadLine as error:
+                        fix = "not a line of generate.py: give another --out"
+                        raise ValueError(f"{path}:{number}: {error}: {fix}") from None
+                    yield id, line[:-1]
 
     def open(self, rank: int) -> None:
         """Take this rank's part; what a kill left of a line is cut off."""
@@ -668,8 +675,10 @@ def answer_of(reply: bytes) -> Answer:
         choice = got["choices"][0]
         text, finished = choice["message"]["content"], choice.get("finish_reason") != "length"
         tokens = int((got.get("usage") or {}).get("completion_tokens", 0))
-    except (KeyError, IndexError, TypeError, AttributeError, ValueError, RecursionError) as error:
-        raise ValueError(f"not a chat completion ({type(error).__name__})") from None
+    except (KeyError, IndexError, TypeError, AttributeError, ValueError, OverflowError, RecursionError) as e:
+        raise ValueError(f"not a chat completion ({type(e).__name__})") from None
+    if not 0 <= tokens < 1 << 40:
+        raise ValueError("not a chat completion (completion_tokens)")
     return Answer(data.text_of(text or "", "the answer"), tokens, finished)
 
 

@@ -1,4 +1,4 @@
-"""A dozen of the faults of faults.py, that the rig sees what it looks for, and a stop that comes too late."""
+"""Some of the faults of faults.py, that the rig sees what it looks for, and a stop that comes too late."""
 
 import json
 import os
@@ -14,11 +14,9 @@ from faults import KINDS, PHASES, Rig, compare_checkpoints, compare_metrics, mak
 from launch import ROOT, environment
 from test_train import NAN_FEATURES
 
-SHORT = [  # what test_train.py leaves: (kind, role)
-    ("killed launcher", "launcher"), ("SIGINT", "launcher"), ("SIGHUP", "launcher"),
-    ("SIGSTOP for a while", "target"), ("out of memory", "leader"), ("full disk", "leader"),
-    ("read-only folder", "leader"), ("lost connection", "target"), ("slow rank", "leader"),
-    ("corrupt message", "target"), ("clock jump", "target"), ("SIGKILL", "drafter"),
+SHORT = [  # what no other test has: (kind, role); `python tests/faults.py --seeds 0-199` has everything
+    ("killed launcher", "launcher"), ("SIGSTOP for a while", "target"), ("full disk", "leader"),
+    ("lost connection", "target"), ("corrupt message", "target"), ("clock jump", "target"),
 ]  # fmt: skip
 
 
@@ -26,14 +24,14 @@ def short_seeds() -> list[int]:
     """The first seed of each (kind, role) that is cheap: few ranks, no compile."""
 
     def cheap(plan: dict, kind: str, role: str) -> bool:
-        split = plan["split"] == ("2+1" if role == "drafter" else "1+1")
-        return (plan["kind"], plan["role"]) == (kind, role) and split and not plan["compile"]
+        wanted = plan["kind"], plan["role"], plan["split"]
+        return wanted == (kind, role, "1+1") and not plan["compile"]
 
     plans = [make_plan(seed) for seed in range(2000)]
     return [next(p["seed"] for p in plans if cheap(p, *wanted)) for wanted in SHORT]
 
 
-def test_a_dozen_faults(tmp_path):
+def test_some_faults(tmp_path):
     script, seeds, record = ROOT / "tests" / "faults.py", short_seeds(), tmp_path / "faults.jsonl"
     done = subprocess.run(
         [sys.executable, script, "--seeds", ",".join(map(str, seeds)), "--json", record],

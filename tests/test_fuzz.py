@@ -37,6 +37,7 @@ import checkpoint
 import compile_utils
 import data
 import decode
+import generate
 import model
 import stream
 import train
@@ -960,6 +961,98 @@ def decode_flags(rng, folder, base):
         assert c.batch_size <= 2**20 and c.max_new_tokens <= 2**31, "beyond any memory"
 
     return Attempt(lambda: decode.parse_flags(argv), ("-", *argv), repr(argv)[:200], accepted=sane)
+
+
+# ---------------------------------------------------------------------------------------------------------
+# generate.py: its flags, its prompts, what it left of an earlier start, what a server answers
+
+
+@kind(40)
+def generate_flags(rng, folder, base):
+    known = "target prompts out max-new-tokens temperature seed batch-size dtype device server model "
+    known += "concurrency timeout key-env every-turn no-such"
+    argv = ["--out", str(folder / "out.jsonl")] if rng.random() < 0.8 else []
+    for name in rng.sample(known.split(), rng.randint(1, 3)):
+        more = (*VALUES, "http://a", "http://[", "http://a:x", "ftp://a", "PATH")
+        argv += [f"--{name}", *[rng.choice(more) for _ in range(rng.choice([0, 1, 1, 1, 2]))]]
+
+    def sane(c) -> None:
+        assert 0 <= c.temperature < 1e4 and 0 < c.timeout < 1e7 and 0 <= c.seed < 2**63, vars(c)
+        assert c.batch_size <= 2**20 and c.max_new_tokens <= 2**31 and c.concurrency <= 2**12, vars(c)
+
+    return Attempt(lambda: generate.parse_flags(argv), ("-", *argv), repr(argv)[:200], accepted=sane)
+
+
+@kind(40)
+def generate_prompts(rng, folder, base):
+    lines = [json.dumps(GOOD_LINES[0]).encode(), mutate_line(rng)]
+    path = folder / "prompts.jsonl"
+    path.write_bytes(b"\n".join(lines))
+    chat, every = rng.random() < 0.7, rng.random() < 0.5
+
+    def call() -> list:
+        items = generate.read_items([str(path)], chat, every)
+        generate.name_items(items, [])
+        return items
+
+    def askable(items: list) -> None:
+        assert len({item.id for item in items}) == len(items) <= 2
+        for item in items:
+            assert all(type(m["content"]) is str for turn in item.turns for m in turn), item.turns
+            assert type(item.text) is str and json.dumps(item.record).isprintable()
+
+    return Attempt(call, (f"{path}:2",), repr(lines[1][:80]), accepted=askable)
+
+
+@kind(25)
+def generate_outputs(rng, folder, base):
+    """Of an earlier start: --out or a part of it, damaged; what is taken from it is one of its prompts'."""
+    prompts, out = folder / "prompts.jsonl", folder / "out.jsonl"
+    prompts.write_text("".join(json.dumps({"prompt": f"how many {i}"}) + "\n" for i in range(3)))
+    items = generate.read_items([str(prompts)], True, False)
+    generate.name_items(items, [])
+    answers = [generate.answer_line(item, [generate.Answer("seven", 2, True)]) for item in items]
+    path = out if rng.random() < 0.5 else folder / "out.jsonl.parts" / "00000.jsonl"
+    path.parent.mkdir(exist_ok=True)
+    if rng.random() < 0.5:
+        answers[1], _, what = mutate_json(rng, answers[1])
+        path.write_text("".join(json.dumps(line) + "\n" for line in answers))
+    else:
+        path.write_text("".join(json.dumps(line) + "\n" for line in answers))
+        what = mutate_bytes(rng, path)
+
+    def known(store) -> None:
+        assert store.done <= {item.id for item in items}
+
+    return Attempt(lambda: generate.Store(str(out), items), ("--out", str(out)), what, accepted=known)
+
+
+@kind(30)
+def server_replies(rng, folder, base):
+    reply = {"choices": [{"message": {"content": "seven"}, "finish_reason": "stop"}]}
+    reply |= {"usage": {"completion_tokens": 3}}
+    path = folder / "reply"
+    if rng.random() < 0.6:
+        changed, _, what = mutate_json(rng, reply)
+        path.write_text(json.dumps(changed))
+    else:
+        path.write_text(json.dumps(reply))
+        what = mutate_bytes(rng, path)
+    raw = b""
+    if path.is_file():
+        with path.open("rb") as file:
+            raw = file.read(min(1 << 24, generate.REPLY_BYTES))
+
+    def call():
+        try:
+            return generate.answer_of(raw)
+        except ValueError as error:
+            raise ValueError(f"--server: {error}: start the server") from None
+
+    def an_answer(got) -> None:
+        assert type(got.text) is str and type(got.tokens) is int and 0 <= got.tokens < 2**63, got
+
+    return Attempt(call, ("--server",), what, accepted=an_answer)
 
 
 # ---------------------------------------------------------------------------------------------------------
