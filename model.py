@@ -175,6 +175,7 @@ class TargetConfig:
         moments = {
             "rope": h + 2 * fused,
             "attention": h + fused + q,
+            "gate and up": 3 * h + 2 * self.intermediate,
             "mlp": 2 * h + 3 * self.intermediate,
         }
         if size > 2:
@@ -1256,11 +1257,11 @@ class DrafterLayer(nn.Module):
 
     def keys_values(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
         """x [tokens, H] to rotated keys and values [tokens, G, D]; one projection for context and block."""
-        return self.split_keys_values(self.product(x, self.k_proj, self.v_proj), cos, sin)
+        k, v = self.product(x, self.k_proj, self.v_proj).chunk(2, -1)
+        return self.turned_keys(k, cos, sin), self.split_heads(v)
 
-    def split_keys_values(self, pair: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-        k, v = map(self.split_heads, pair.chunk(2, -1))
-        return rotate(self.k_norm(k), cos, sin), v
+    def turned_keys(self, k: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        return rotate(self.k_norm(self.split_heads(k)), cos, sin)
 
     def forward(
         self, x_SH: Tensor, ctx_k: Tensor, ctx_v: Tensor, cos: Tensor, sin: Tensor, mask: BlockMask | Tensor
@@ -1422,10 +1423,16 @@ class Drafter(nn.Module):
         return rope_angles(positions, self.freq)
 
     def project_context(self, features_TKH: Tensor, cos: Tensor, sin: Tensor) -> ContextKV:
-        projections = [p for layer in self.layers for p in (layer.k_proj, layer.v_proj)]
-        fused = self.layers[0].product(self.context(features_TKH), *projections)
-        pairs = zip(self.layers, fused.chunk(len(self.layers), -1), strict=True)
-        return [layer.split_keys_values(pair, cos, sin) for layer, pair in pairs]
+        """One product for the keys of all layers and one for their values, which become tensors of their
+        own: the gradient of a view would take the room of all layers'.
+        """
+        ctx, product, n = self.context(features_TKH), self.layers[0].product, len(self.layers)
+        keys = product(ctx, *(layer.k_proj for layer in self.layers)).chunk(n, -1)
+        values = product(ctx, *(layer.v_proj for layer in self.layers)).chunk(n, -1)
+        return [
+            (layer.turned_keys(k, cos, sin), layer.split_heads(v).contiguous())
+            for layer, k, v in zip(self.layers, keys, values, strict=True)
+        ]
 
     def hidden(self, kv: ContextKV, blocks: Blocks) -> Tensor:
         """Final normed block states [S, H] for the blocks of a chunk."""
@@ -1483,32 +1490,14 @@ class Drafter(nn.Module):
         loss, predicted, *candidates = ChunkedCrossEntropy.apply(*inputs)
         if not selector:
             return loss * whole, predicted.unflatten(0, (-1, drafted))
-        more, predicted = self.select(h, blocks, predicted, weights, *candidates)
-        return loss * whole + SELECTOR_WEIGHT * more, predicted
-
-    def select(
-        self,
-        h_RH: Tensor,
-        blocks: Blocks,
-        predicted_R: Tensor,
-        weights_R: Tensor,
-        ids_RM: Tensor,
-        logits_RM: Tensor,
-    ) -> tuple[Tensor, Tensor]:
-        """The selector's loss sum, and the predicted tokens [A, B-1]. The candidates' last column is the
-        label.
-
-        Evaluation predicts as decoding drafts, by a walk from the anchor. In training, where a walk slot by
-        slot would only serve the log, it is the most likely token of the head alone: acc and acc_len of a
-        training step are those of DFlash.
-        """
-        selector, drafted = self.candidate_selector, (-1, self.c.block_size - 1)
+        ids_RM, logits_RM = candidates
         logits_RM = soft_capped(logits_RM, self.c.softcap)
-        before_R = blocks.labels_AB[:, :-1].flatten()
-        loss = self.run_selector(selector, h_RH, before_R, weights_R, ids_RM, logits_RM)
-        if torch.is_grad_enabled():
-            return loss, predicted_R.unflatten(0, drafted)
-        parts = (t.unflatten(0, drafted) for t in (h_RH, ids_RM[:, :-1], logits_RM[:, :-1]))
+        if torch.is_grad_enabled():  # a walk would only serve the log: acc and acc_len are the head's alone
+            before = blocks.labels_AB[:, :-1].flatten()
+            more = self.run_selector(selector, h, before, weights, ids_RM, logits_RM)
+            return loss * whole + SELECTOR_WEIGHT * more, predicted.unflatten(0, (-1, drafted))
+        # Evaluation predicts as decoding drafts, by a walk from the anchor; the last candidate is the label.
+        parts = (t.unflatten(0, (-1, drafted)) for t in (h, ids_RM[:, :-1], logits_RM[:, :-1]))
         return loss, selector.walk(*parts, blocks.labels_AB[:, 0], most_likely)[0]
 
 
