@@ -238,6 +238,8 @@ def parse_flags(argv: list[str] | None = None, restarted: str = "") -> Config:
             given = {k: v for k, v in given.items() if not restarted or k not in ("drafters", "layout")}
         elif given.get("target_tp") not in (None, saved.get("target_tp", 1)):
             saved |= {"drafters": 0, "layout": ""}  # other targets: likewise
+        elif given.get("layout") not in (None, saved.get("layout")):
+            saved["drafters"] = 0  # those of the other layout
         known = {f.name for f in dataclasses.fields(Config)}
         saved = {k: v for k, v in saved.items() if k in known} | {"out": str(run)}
         check_values(saved, f"{run}/config.json: {{}}: start the run anew")
@@ -1306,7 +1308,9 @@ def start(job: Job) -> None:
         saved = {"out": str(folder.path), "resume": "", "world_size": world.size}
         if job.device.type == "cuda":
             saved["gpu"] = torch.cuda.get_device_name()  # diagnose.throughput judges the run by it elsewhere
-        folder.write_config(dataclasses.asdict(c) | saved)
+        config = dataclasses.asdict(c) | saved
+        if not job.place:  # else once its checkpoint is read: a refused --resume leaves the run as it was
+            folder.write_config(config)
         folder.write_status("running", pid=os.getpid())
         for line in banner(job):
             folder.say(line)
@@ -1333,6 +1337,7 @@ def start(job: Job) -> None:
 
         job.first_step = world.together(restore, "resume")["step"]
     if folder:
+        folder.write_config(config)
         for line in folder.open_metrics(job.first_step):
             folder.say(line)
         if job.place:
