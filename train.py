@@ -107,7 +107,7 @@ class Config:
     max_length: int = option(
         0, "tokens of a document, longer ones are cut (4096, at most what the target takes)"
     )
-    variant: str = option("dflash", "dflash, or dflash2: convolutions in the block, a candidate selector")
+    variant: str = option("", "dflash, or dflash2: convolutions in the block, a candidate selector")
     block_size: int = option(0, "tokens of a block, B (16; 8 with dflash2)")
     draft_layers: int = option(0, "layers of the drafter (5)")
     taps: int = option(0, "target layers whose outputs the drafter sees, K (5)")
@@ -278,6 +278,7 @@ def resolve(c: Config, t: TargetConfig, world_size: int, nodes: int) -> Config:
     c = take_shape(c, c.drafter(t)) if c.init_draft else dataclasses.replace(c)
     if c.token_budget in (0, AUTO):
         c.token_budget = 1024 if tiny else 16384
+    c.variant = c.variant or "dflash"
     c.block_size = c.block_size or (8 if tiny or c.variant == "dflash2" else 16)
     c.draft_layers = c.draft_layers or (2 if tiny else 5)
     c.taps = c.taps or 5
