@@ -211,22 +211,25 @@ def finite(value: Any) -> Any:
 
 
 def read_metrics(run: Path, most: int = 0) -> list[dict]:
-    """The records of metrics.jsonl; a last line cut off by a crash is left out. With `most`: that many
-    (fewer than twice) evenly spread steps and every evaluation, in memory that does not grow with the run.
+    """The records of metrics.jsonl without damaged lines, such as one cut off by a crash. With `most`: that
+    many (fewer than twice) evenly spread steps and every evaluation, in memory that does not grow with the
+    run.
     """
     path, records = run / "metrics.jsonl", []
     if not path.exists():
         return records
-    with open(path, encoding="utf-8") as file:
+    with open(path, encoding="utf-8", errors="replace") as file:
         every = max(1, sum(1 for _ in file) // most) if most else 1
         file.seek(0)
         for i, line in enumerate(file):
             if i % every and '"eval_loss"' not in line:
                 continue
             try:
-                records.append(json.loads(line))
-            except ValueError:
-                break
+                record = json.loads(line)
+            except (ValueError, RecursionError):
+                continue
+            if isinstance(record, dict) and type(record.get("step")) is int:
+                records.append(record)
     return records
 
 
@@ -263,7 +266,7 @@ def draw_curves(run: Path, title: str) -> None:
     )
     for axis, label, per_step, per_evaluation in panels:
         for name, text in per_step:
-            axis.plot([m["step"] for m in train], [m[name] for m in train], lw=0.8, alpha=0.6, label=text)
+            axis.plot([m["step"] for m in train], [m.get(name) for m in train], lw=0.8, alpha=0.6, label=text)
         for name, text in per_evaluation:
             points = [(m["step"], m[name]) for m in held_out if name in m]
             if points:

@@ -39,6 +39,7 @@ from model import Drafter, DrafterLayer, RMSNorm, Target, TargetLayer
 TINY = Path(__file__).parent / "assets" / "tiny"
 CHUNK = 128  # prompt tokens of one prefill graph
 STRIDE = 64  # capacities and, without graphs, the cache rows attended to are multiples of this
+LEAST_TEMPERATURE = 1e-6  # below, logits divided by it overflow to no distribution at all
 TIE_ULPS = 4  # a gap of so many units in the last place of the top logit counts as a tie
 
 
@@ -886,6 +887,8 @@ def parse_flags(argv: list[str] | None) -> argparse.Namespace:
     for name in ("max_new_tokens", "batch_size"):
         if getattr(c, name) < 1:
             raise ValueError(f"--{name.replace('_', '-')} {getattr(c, name)}: must be at least 1")
+    if 0 < c.temperature < LEAST_TEMPERATURE:
+        raise ValueError(f"--temperature {c.temperature}: 0 is greedy, else at least {LEAST_TEMPERATURE:g}")
     most = {"temperature": 1e3, "seed": (1 << 63) - 1, "batch_size": 1 << 16, "max_new_tokens": 1 << 24}
     for name, limit in most.items():
         if getattr(c, name) > limit:

@@ -107,7 +107,7 @@ class Config:
     max_length: int = option(
         0, "tokens of a document, longer ones are cut (4096, at most what the target takes)"
     )
-    variant: str = option("dflash", "dflash, or dflash2: convolutions in the block, a candidate selector")
+    variant: str = option("", "dflash, or dflash2: convolutions in the block, a candidate selector")
     block_size: int = option(0, "tokens of a block, B (16; 8 with dflash2)")
     draft_layers: int = option(0, "layers of the drafter (5)")
     taps: int = option(0, "target layers whose outputs the drafter sees, K (5)")
@@ -238,6 +238,8 @@ def parse_flags(argv: list[str] | None = None, restarted: str = "") -> Config:
             given = {k: v for k, v in given.items() if not restarted or k not in ("drafters", "layout")}
         elif given.get("target_tp") not in (None, saved.get("target_tp", 1)):
             saved |= {"drafters": 0, "layout": ""}  # other targets: likewise
+        elif given.get("layout") not in (None, saved.get("layout")):
+            saved["drafters"] = 0  # those of the other layout
         known = {f.name for f in dataclasses.fields(Config)}
         saved = {k: v for k, v in saved.items() if k in known} | {"out": str(run)}
         check_values(saved, f"{run}/config.json: {{}}: start the run anew")
@@ -276,6 +278,7 @@ def resolve(c: Config, t: TargetConfig, world_size: int, nodes: int) -> Config:
     c = take_shape(c, c.drafter(t)) if c.init_draft else dataclasses.replace(c)
     if c.token_budget in (0, AUTO):
         c.token_budget = 1024 if tiny else 16384
+    c.variant = c.variant or "dflash"
     c.block_size = c.block_size or (8 if tiny or c.variant == "dflash2" else 16)
     c.draft_layers = c.draft_layers or (2 if tiny else 5)
     c.taps = c.taps or 5
@@ -1306,7 +1309,9 @@ def start(job: Job) -> None:
         saved = {"out": str(folder.path), "resume": "", "world_size": world.size}
         if job.device.type == "cuda":
             saved["gpu"] = torch.cuda.get_device_name()  # diagnose.throughput judges the run by it elsewhere
-        folder.write_config(dataclasses.asdict(c) | saved)
+        config = dataclasses.asdict(c) | saved
+        if not job.place:  # else once its checkpoint is read: a refused --resume leaves the run as it was
+            folder.write_config(config)
         folder.write_status("running", pid=os.getpid())
         for line in banner(job):
             folder.say(line)
@@ -1333,6 +1338,7 @@ def start(job: Job) -> None:
 
         job.first_step = world.together(restore, "resume")["step"]
     if folder:
+        folder.write_config(config)
         for line in folder.open_metrics(job.first_step):
             folder.say(line)
         if job.place:

@@ -749,6 +749,10 @@ class Question:
         asked.data = asked.data or (["any.jsonl"] if asked.target else [])  # its size does not depend on it
         self.asked, self.built_in, self.nodes = asked, not asked.target, nodes
         self.ranks = ranks or (2 if self.built_in else 8)
+        if nodes < 1 or self.ranks < 1 or self.ranks % nodes:
+            raise ValueError(
+                f"--ranks {self.ranks} --nodes {nodes}: give as many ranks to each node, 1 or more"
+            )
         self.target = train.backend(asked).TargetConfig.from_folder(asked.folder)
         self.train = train
         self.config = self.resolved(asked.token_budget)

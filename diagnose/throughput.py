@@ -714,7 +714,7 @@ def read_run(path: Path) -> Run:
     known = {f.name for f in dataclasses.fields(train.Config)}
     given = {k: v for k, v in saved.items() if k in known}
     train.check_values(given, f"{path}/config.json: {{}}: start the run anew")
-    c = train.Config(**given)
+    c = train.Config(**given | {"resume": str(path)})  # the folder of --init-draft may be gone
     log = last_start(read_text(path / "train.log"))
     nodes, resumed = re.search(r" on (\d+) node", log), re.search(r"^resumed from .*: (\d+) of ", log, re.M)
     nodes, after = int(nodes[1]) if nodes else 1, int(resumed[1]) if resumed else 0
@@ -902,6 +902,8 @@ def better_split(run: Run) -> tuple[Plan | None, float, bool]:
         machine = Machine(run.world_size // run.nodes, run.nodes)
         listed = plans(each, machine, per_step, c.depth, 0.0, tp=c.target_tp)
         best = next((p for p in listed if p.layout == "split"), None)
+        if best and best.drafters * run.nodes == run.drafters:
+            continue  # it is what the run has, only measured otherwise
         gain = best.batches_per_s * run.nodes / now if best else 0.0
         if gain > 1.1 * max(1.0, found[1]):
             found = (best, gain, per_step > 0)

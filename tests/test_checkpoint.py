@@ -360,6 +360,18 @@ def test_metrics_go_on_after_the_resumed_step(tmp_path):
     assert checkpoint.read_metrics(tmp_path) == []
 
 
+@pytest.mark.parametrize(
+    "damage", [b"", b"[1]", b"7", b"null", b'{"loss": 1}', b'{"step": "a"}', b"\0\xff", b"[" * 9999]
+)
+def test_a_damaged_line_of_metrics_costs_that_line(tmp_path, damage):
+    good = [b'{"step": %d, "loss": 1.0, "eval_loss": 1.0}' % step for step in range(4)]
+    (tmp_path / "metrics.jsonl").write_bytes(b"\n".join([*good[:2], damage, *good[2:], b""]))
+    assert [m["step"] for m in checkpoint.read_metrics(tmp_path)] == [0, 1, 2, 3]
+    checkpoint.draw_curves(tmp_path, "no speed or waits in them, as in an older version's")
+    checkpoint.RunFolder(tmp_path).open_metrics(2)
+    assert [json.loads(line)["step"] for line in (tmp_path / "metrics.jsonl").open()] == [0, 1, 2]
+
+
 def test_curves_of_a_long_run_take_no_more_memory(tmp_path):
     """Evenly spread steps and every evaluation, however long the run is."""
     run = checkpoint.RunFolder(tmp_path)

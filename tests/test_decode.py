@@ -424,6 +424,7 @@ MISTAKES = {
     "no answer": (["--draft", "RUN", "--prompts", "roles.jsonl"], "unknown role"),
     "flag": (["--speed", "9"], "--help"),
     "temperature": (["--temperature", "-1"], "--temperature"),
+    "too cold": (["--temperature", "1e-300"], "--temperature 1e-300: 0 is greedy"),
     "both": (["--temperature", "1", "--verify"], "--verify"),
     "batch": (["--batch-size", "0"], "--batch-size"),
     "json": (["--json", "nowhere/a.json"], "no folder"),

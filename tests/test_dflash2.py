@@ -552,6 +552,8 @@ def test_a_run_starts_from_an_export(run, launcher, small, tmp_path):
     assert begun["eval_loss"] == pytest.approx(run.records()[-1]["eval_loss"], rel=2e-2)
     saved = json.loads((tmp_path / "run" / "config.json").read_text())
     assert saved["variant"] == "dflash2"
+    ended = launcher.run(1, tmp_path / "other", *flags, "--variant", "dflash")  # the default, but asked for
+    assert ended.codes == [2] and "--variant dflash: " in ended.err[0] and "has dflash2" in ended.err[0]
 
 
 def test_mistakes_are_one_line():

@@ -571,6 +571,7 @@ BAD_FLAGS = {
     "cannot be read": ["--out", "x.jsonl", "--prompts", "nowhere.jsonl"],
     "--max-new-tokens 0": ["--out", "x.jsonl", "--max-new-tokens", "0"],
     "--temperature nan": ["--out", "x.jsonl", "--temperature", "nan"],
+    "--temperature 1e-300: 0 is greedy": ["--out", "x.jsonl", "--temperature", "1e-300"],
     "--concurrency 0": ["--out", "x.jsonl", "--concurrency", "0"],
     "who is to answer": ["--out", "x.jsonl", "--server", "http://a", "--target", "b", "--prompts", "c"],
     "--model is missing": ["--out", "x.jsonl", "--server", "http://a", "--prompts", "c"],

@@ -330,7 +330,16 @@ def test_without_a_card_it_asks_for_one(capsys, folders):
 
 @pytest.mark.parametrize(
     "flags",
-    [("--token-budget", "100"), ("--no-such",), ("--target", "/nowhere"), ("--headroom", "100")],
+    [
+        ("--token-budget", "100"),
+        ("--no-such",),
+        ("--target", "/nowhere"),
+        ("--headroom", "100"),
+        ("--nodes", "0"),
+        ("--nodes", "-1"),
+        ("--ranks", "-1"),
+        ("--ranks", "3", "--nodes", "2"),
+    ],
 )
 def test_usage_errors_are_one_line(capsys, flags):
     code, _, err = run_script(capsys, *flags)

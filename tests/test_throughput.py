@@ -9,6 +9,7 @@ import json
 import os
 import random
 import re
+import shutil
 import subprocess
 import sys
 import time
@@ -337,6 +338,27 @@ def test_starved_drafters_get_a_better_split_and_it_is_better(job, capsys):
     assert (
         "--drafters 6" in told and "--drafters 6 " in fix and "--resume" not in fix
     )  # 7 batches a step stay 7
+
+
+def test_the_split_that_a_run_has_is_no_better_one(job, capsys):
+    """Two ranks can only be split one way, whatever the time that neither side accounts for."""
+    found = verdicts(
+        job(drafters=1, world_size=2).write(
+            change=lambda m, i: m.update(wait_target=0.6, wait_drafter=0.12, step_ms=1.2 * m["step_ms"])
+        ),
+        capsys,
+    )
+    state, told, _ = found["balance"]
+    assert state == "ok" and "no other split" in told, told
+
+
+def test_a_run_whose_init_draft_is_gone_is_judged(launcher, small, tmp_path, capsys):
+    first = launcher.run(1, tmp_path / "first", *small, "--steps", 1).good().folder
+    flags = [f for f in small if f not in ("--draft-layers", "1")] + ["--init-draft", str(first)]
+    later = launcher.run(1, tmp_path / "later", *flags, "--steps", 2).good().folder
+    shutil.rmtree(first)
+    train.shape_to_start_from.cache_clear()
+    assert verdicts(later, capsys)["progress"][0] == "ok"
 
 
 def test_a_split_that_a_resumed_run_may_take_is_a_command(job, capsys):

@@ -156,6 +156,18 @@ def test_a_resume_with_other_batches_a_step_is_refused(launcher, runs, tmp_path)
     ended = launcher.run(2, None, "--resume", run, "--batches-per-step", 6)
     assert ended.codes == [2, 2] and "Traceback" not in ended.text
     assert ended.text.count("train.py: --batches-per-step 6") == 1 and "has 12" in ended.text
+    # The refused flag is not remembered: the plain resume goes on.
+    assert json.loads((run / "config.json").read_text())["batches_per_step"] == 12
+
+
+def test_a_resume_may_change_the_layout(launcher, runs, tmp_path):
+    """The saved number of drafters is that of the layout before, and not asked for."""
+    run = interrupted(runs("3+1"), tmp_path / "run")
+    again = launcher.run(4, None, "--resume", run, "--layout", "colocate").good()
+    saved = json.loads((run / "config.json").read_text())
+    assert (saved["layout"], saved["drafters"]) == ("colocate", 4)
+    again.folder = run
+    assert relative_difference(runs("3+1").records(), again.records()) < 1e-5
 
 
 def test_a_torn_checkpoint_is_refused_in_one_line(launcher, runs, tmp_path):
