@@ -656,7 +656,8 @@ def why_missed(cache: CacheInfo, keys: dict[str, dict]) -> str:
         nearest = min(same_kind, key=lambda k: len(_differing(known[k], parts)))
         for name in _differing(known[nearest], parts):
             found[_describe_part(name, known[nearest].get(name), parts.get(name))] = None
-    return "; ".join(list(found)[:4]) + (f"; and {len(found) - 4} more parts" if len(found) > 4 else "")
+    told = "; ".join(part if len(part) < 100 else part[:97] + "..." for part in list(found)[:2])
+    return told + (f"; and {len(found) - 2} more parts" if len(found) > 2 else "")
 
 
 def _differing(a: dict, b: dict) -> list[str]:

@@ -1082,7 +1082,9 @@ def load_corpus(
     missing = next((f for f in files if not f.is_file()), None)
     if missing is not None or not files:
         raise ValueError(
-            f"data file {missing} does not exist; correct --data" if files else "no data file; give --data"
+            f"data file {missing} {'is a folder' if missing.is_dir() else 'does not exist'}; correct --data"
+            if files
+            else "no data file; give --data"
         )
     if max_length < 2:
         raise ValueError(f"max_length {max_length} is too short; give 2 or more")

@@ -249,8 +249,8 @@ def parse_flags(argv: list[str] | None = None, restarted: str = "") -> Config:
 def token_count(text: str) -> int:
     if text == "auto":
         return AUTO
-    if int(text) < 0:
-        raise ValueError(text)
+    if not text.isascii() or not text.isdigit():
+        raise argparse.ArgumentTypeError(f"{data.short(text, 40)}: give a number of tokens, or auto")
     return int(text)
 
 
@@ -1279,6 +1279,17 @@ def warm_up(job: Job) -> typing.Callable[[], None]:
     return work
 
 
+def check_goes_on(c: Config, place: Path) -> None:
+    """ValueError where a checkpoint cannot be gone on with under these flags."""
+    state = checkpoint.read_state(place)
+    was = {"optimizer": "adamw", "variant": "dflash"} | state.get("config", {})  # older ones know no other
+    was["batches_per_step"] = state["next_batch"] // max(1, state["step"])
+    for name in ("batches_per_step", "optimizer", "variant", "draft_layers", "taps"):
+        if was.get(name, getattr(c, name)) != getattr(c, name):
+            flag, has = f"--{name.replace('_', '-')} {getattr(c, name)}", data.short(str(was[name]), 40)
+            raise ValueError(f"{flag}: {place} has {has}: leave it out")
+
+
 def choose_run(c: Config, world: World) -> tuple[Path, Path | None]:
     """(run folder, checkpoint to start from): rank 0 chooses, all hear it, elastic restarts keep it."""
     restarted = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) > 0
@@ -1287,6 +1298,8 @@ def choose_run(c: Config, world: World) -> tuple[Path, Path | None]:
         kept, place = launcher_store(), None  # outlives an elastic restart
         if c.resume:
             run, place = checkpoint.find_checkpoint(Path(c.resume))
+            if place:
+                check_goes_on(c, place)
         elif restarted and kept.check(["run"]):  # it had not begun
             return Path(kept.get("run").decode()), None
         else:
@@ -1322,19 +1335,9 @@ def start(job: Job) -> None:
     if job.place:
 
         def restore() -> dict:
-            state = checkpoint.read_state(job.place)
-            if state["next_batch"] != state["step"] * c.batches_per_step:
-                saved = state["next_batch"] // max(1, state["step"])
-                raise ValueError(
-                    f"--batches-per-step {c.batches_per_step}: {job.place} has {saved}: leave it out"
-                )
-            was = state.get("config", {}).get("optimizer", "adamw")
-            if was != c.optimizer:
-                was = data.short(str(was), 40)
-                raise ValueError(
-                    f"--optimizer {c.optimizer}: {job.place} has the state of {was}: leave it out"
-                )
-            return checkpoint.load(job.place, job.drafter, job.optimizer) if world.drafts else state
+            if world.drafts:
+                return checkpoint.load(job.place, job.drafter, job.optimizer)
+            return checkpoint.read_state(job.place)
 
         job.first_step = world.together(restore, "resume")["step"]
     if folder:
@@ -1418,6 +1421,8 @@ def banner(job: Job) -> Iterator[str]:
         f"{name}: {d.layers} layers, B {d.block_size}, {d.parameters() / 1e6:.1f}M parameters, "
         f"taps {list(d.ids)}, mask token {d.mask_token}, gamma {c.gamma:g}, lr {c.lr:g}"
         + (f", distill {c.distill:g}" if c.distill else "")
+        + (", loss weights dpace" if c.loss_weights == "dpace" else "")
+        + (", muon" if c.optimizer == "muon" else "")
     )
     yield (
         f"{job.total_steps} steps of {c.batches_per_step} batch(es) of {c.token_budget} tokens, {c.anchors} "
