@@ -242,7 +242,7 @@ SLOW_DATA = """
 import time
 plain = train.Batches.train
 def slowly(self, b):
-    time.sleep(0.2)
+    time.sleep(0.8)
     return plain(self, b)
 if RANK == {last}:
     train.Batches.train = slowly
