@@ -306,6 +306,8 @@ def resolve(c: Config, t: TargetConfig, world_size: int, nodes: int) -> Config:
     for name in not_below.split():
         if getattr(c, name) < 0:
             raise ValueError(f"--{name.replace('_', '-')} {getattr(c, name)}: must not be below 0")
+    if c.gamma < 1e-3:
+        raise ValueError(f"--gamma {c.gamma:g}: the weights vanish: give at least 0.001")
     if c.optimizer not in ("adamw", "muon"):
         raise ValueError(f"--optimizer {data.short(c.optimizer, 40)}: give adamw or muon")
     if c.mask_token_id < -1:
@@ -1290,6 +1292,19 @@ def check_goes_on(c: Config, place: Path) -> None:
             raise ValueError(f"{flag}: {place} has {has}: leave it out")
 
 
+def changed_flags(c: Config, place: Path) -> list[str]:
+    """What a resumed run does otherwise than before, of the flags that change its arithmetic."""
+    was = checkpoint.read_state(place).get("config", {})
+    names = "target data eval_data token_budget max_batch_size max_length block_size anchors mask_token_id "
+    names += "feature_noise gamma loss_weights distill lr warmup_ratio clip steps epochs seed fp8"
+    pairs = [(name, getattr(c, name), was.get(name, getattr(c, name))) for name in names.split()]
+    return [
+        f"--{name.replace('_', '-')} {data.short(str(now), 60)} (was {data.short(str(old), 60)})"
+        for name, now, old in pairs
+        if now != old
+    ]
+
+
 def choose_run(c: Config, world: World) -> tuple[Path, Path | None]:
     """(run folder, checkpoint to start from): rank 0 chooses, all hear it, elastic restarts keep it."""
     restarted = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) > 0
@@ -1430,6 +1445,8 @@ def banner(job: Job) -> Iterator[str]:
     )
     if c.init_draft and not job.place:
         yield f"starts from {c.init_draft}"
+    if job.place and (changes := changed_flags(c, job.place)):
+        yield f"note: not as in {job.place}: {', '.join(changes)}"
     for note in job.notes:
         yield f"note: {note}"
 
