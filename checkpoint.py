@@ -518,9 +518,8 @@ def export_name(name: str) -> str:
 def export_config(c: DrafterConfig) -> dict:
     """The usual Qwen3 fields plus `dflash_config`."""
     scaling = c.rope_scaling or {"rope_type": "default"}
-    cap = (
-        {"final_logit_softcapping": c.softcap} if c.softcap else {}
-    )  # readers look in one place or the other
+    # Readers look for it in one place or the other.
+    cap = {"final_logit_softcapping": c.softcap} if c.softcap else {}
     return {
         "architectures": ["DFlash2DraftModel" if c.variant == "dflash2" else "DFlashDraftModel"],
         "model_type": "qwen3",
@@ -558,8 +557,7 @@ def additions(c: DrafterConfig) -> dict:
     """What `dflash_config` of a DFlash 2 drafter holds besides; its readers look for all of it there."""
     if c.variant == "dflash":
         return {}
-    cap = {"final_logit_softcapping": c.softcap} if c.softcap else {}
-    return {"block_size": c.block_size, **{name: getattr(c, name) for name in DFLASH2}, **cap}
+    return {"block_size": c.block_size, **{name: getattr(c, name) for name in DFLASH2}}
 
 
 def export(drafter: Drafter | Snapshot, folder: Path) -> None:

@@ -488,9 +488,7 @@ class TargetLayer(nn.Module):
         return x + self.gated(x)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, cu_seqlens: Tensor, longest: int) -> Tensor:
-        q, k, v = self.qkv(x, cos, sin)
-        out = packed_causal_attention(q, k, v.contiguous(), cu_seqlens, longest, self.window)
-        return self.mlp(x + self.o_proj(out.flatten(1)))
+        return self.mlp(x + self.attention(x, cos, sin, cu_seqlens, longest))
 
     def attention(self, x: Tensor, cos: Tensor, sin: Tensor, cu_seqlens: Tensor, longest: int) -> Tensor:
         """What `forward` adds to x first; `gated` is what it adds next. Parts of a layer meet after each."""
@@ -1019,24 +1017,40 @@ class DrafterConfig:
 
     def conv_parameters(self) -> int:
         """Of the matrices of a layer's two convolutions."""
+        return sum(map(math.prod, self.conv_matrices()))
+
+    def conv_matrices(self) -> list[tuple[int, int]]:
         if not self.conv_kernel_size:
-            return 0
-        return 2 * self.hidden * 2 * self.conv_kernel_size * (self.hidden // self.conv_group_size)
+            return []
+        return 2 * [(2 * self.conv_kernel_size * (self.hidden // self.conv_group_size), self.hidden)]
 
     def selector_parameters(self) -> int:
-        return self.selector_rank * (2 * self.vocab + self.hidden)
+        return sum(map(math.prod, self.selector_matrices()))
+
+    def selector_matrices(self) -> list[tuple[int, int]]:
+        if not self.selector_rank:
+            return []
+        return [*2 * [(self.vocab, self.selector_rank)], (self.selector_rank, self.hidden)]
+
+    def layer_matrices(self) -> list[tuple[int, int]]:
+        h, i = self.hidden, self.intermediate
+        q, kv = self.heads * self.head_dim, self.kv_heads * self.head_dim
+        return [(q, h), (kv, h), (kv, h), (h, q), (i, h), (i, h), (h, i), *self.conv_matrices()]
+
+    def matrices(self) -> list[tuple[int, int]]:
+        """Shapes of the trained matrices."""
+        of_layers = self.layers * self.layer_matrices()
+        return [(self.hidden, len(self.ids) * self.hidden), *of_layers, *self.selector_matrices()]
 
     def layer_parameters(self) -> int:
         """Of the matrices of a layer."""
-        of_attention = 2 * (self.heads + self.kv_heads) * self.head_dim
-        return self.hidden * (of_attention + 3 * self.intermediate) + self.conv_parameters()
+        return sum(map(math.prod, self.layer_matrices()))
 
     def parameters(self) -> int:
-        """Trained parameters: the matrices, the norms, what is fixed in the convolutions, the selector."""
+        """Trained parameters: the matrices, the norms, what is fixed in the convolutions."""
         norms = self.layers * (2 * self.hidden + 2 * self.head_dim) + 2 * self.hidden
         fixed = self.layers * 4 * self.conv_kernel_size * self.hidden
-        matrices = self.layers * self.layer_parameters() + len(self.ids) * self.hidden**2
-        return matrices + norms + fixed + self.selector_parameters()
+        return sum(map(math.prod, self.matrices())) + norms + fixed
 
     def step_flops(self, tokens: int, anchors: int, context: float = 0.0) -> float:
         """Useful FLOPs of a forward and backward: products, head, attention over `context` mean tokens a
@@ -1053,17 +1067,6 @@ class DrafterConfig:
         attention = slots * (context + self.block_size) * self.heads * self.head_dim * 2 * self.layers
         selector = anchors * (self.block_size - 1) * self.selector_rank * (self.hidden + self.selector_top_k)
         return 2.0 * (3 * (of_slots + of_context + selector) + 2 * head + 3.5 * attention)
-
-    def matrices(self) -> list[tuple[int, int]]:
-        """Shapes of the trained matrices."""
-        h, i, q, kv = (
-            self.hidden,
-            self.intermediate,
-            self.heads * self.head_dim,
-            self.kv_heads * self.head_dim,
-        )
-        of_layer = [(q, h), (kv, h), (kv, h), (h, q), (i, h), (i, h), (h, i)]
-        return [(h, len(self.ids) * h), *self.layers * of_layer]
 
     def muon_flops(self) -> float:
         """Of a step of Muon: five Newton-Schulz rounds a matrix."""
@@ -1546,7 +1549,7 @@ def cross_entropy_rows(
     tokens; a rest that is spread over the others would say nothing of what a greedy target does next, and
     need a second sum over the vocabulary.)
     """
-    wide = softcap * torch.tanh(logits.float() / softcap) if softcap else logits.float()
+    wide = soft_capped(logits, softcap).float()
     top = wide.amax(-1)
     e = torch.exp(wide - top[:, None])
     z = e.sum(-1)

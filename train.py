@@ -73,6 +73,10 @@ AT_MOST = {  # far beyond any use: a slip of the keyboard must not fill the memo
     "batches_per_step": 1 << 20, "draft_layers": 1 << 10, "taps": 1 << 10, "depth": 1 << 10,
     "steps": 1 << 40, "epochs": 1 << 40, "seed": (1 << 63) - 1, "lr": 1e6,
 }  # fmt: skip
+CHOICES = {
+    "variant": ("dflash", "dflash2"), "loss_weights": ("decay", "dpace"), "optimizer": ("adamw", "muon"),
+    "device": ("cuda", "cpu"),
+}  # fmt: skip
 AUTO = -1  # of --token-budget: what fits, found once the ranks have met
 CONTROL_FIELDS = ("step_s", "wait_s", "data_s", "peak_gib", "free_gib", "stop", "tokens", *COMPUTED)
 
@@ -295,21 +299,28 @@ def resolve(c: Config, t: TargetConfig, world_size: int, nodes: int) -> Config:
         if not c.data:
             c.data, c.eval_data = [str(TINY / "train.jsonl")], c.eval_data or [str(TINY / "eval.jsonl")]
     c.epochs = c.epochs or 6
+    check_flags(c, t)
+    return resolve_split(c, t, world_size, nodes)
+
+
+def check_flags(c: Config, t: TargetConfig) -> None:
+    """ValueError for a value that cannot be; what depends on the ranks is checked by `resolve_split`."""
     positive = (
-        "token_budget max_batch_size max_length block_size draft_layers taps anchors anchor_chunk gamma lr "
-        "target_tp "
+        "token_budget max_batch_size max_length block_size draft_layers taps anchors anchor_chunk gamma "
     )
-    for name in (positive + "clip epochs depth").split():
+    for name in (positive + "lr clip epochs depth target_tp").split():
         if not getattr(c, name) > 0:
             raise ValueError(f"--{name.replace('_', '-')} {getattr(c, name)}: must be above 0")
     not_below = "steps batches_per_step save_every keep eval_every eval_decode max_bad_lines drafters seed"
     for name in not_below.split():
         if getattr(c, name) < 0:
             raise ValueError(f"--{name.replace('_', '-')} {getattr(c, name)}: must not be below 0")
+    for name, choices in CHOICES.items():
+        if (value := getattr(c, name)) not in (getattr(Config, name), *choices):
+            flag = f"--{name.replace('_', '-')} {data.short(value, 40)}"
+            raise ValueError(f"{flag}: give {' or '.join(choices)}")
     if c.gamma < 1e-3:
         raise ValueError(f"--gamma {c.gamma:g}: the weights vanish: give at least 0.001")
-    if c.optimizer not in ("adamw", "muon"):
-        raise ValueError(f"--optimizer {data.short(c.optimizer, 40)}: give adamw or muon")
     if c.mask_token_id < -1:
         raise ValueError(f"--mask-token-id {c.mask_token_id}: give a token id, or leave it out")
     for name, most in AT_MOST.items():
@@ -346,20 +357,12 @@ def resolve(c: Config, t: TargetConfig, world_size: int, nodes: int) -> Config:
         raise ValueError(
             f"--eval-decode with --target-backend {c.target_backend}: no cache to decode with: leave it out"
         )
-    if c.loss_weights not in ("decay", "dpace"):
-        raise ValueError(f"--loss-weights {data.short(c.loss_weights, 40)}: give decay or dpace")
-    if c.device not in ("", "cuda", "cpu"):
-        raise ValueError(f"--device {data.short(c.device, 40)}: give cuda or cpu")
-    if c.variant not in ("dflash", "dflash2"):
-        raise ValueError(f"--variant {data.short(c.variant, 40)}: give dflash or dflash2")
-    d = c.drafter(t)
     try:
-        d.check_variant()
+        c.drafter(t).check_variant()
     except ValueError as error:
         raise ValueError(f"--variant dflash2: {error}: leave it out") from None
     if c.fp8:
         check_fp8(c, t)
-    return resolve_split(c, t, world_size, nodes)
 
 
 def take_shape(c: Config, d: DrafterConfig) -> Config:
@@ -587,11 +590,13 @@ class Job:
             )
             self.drafter = Drafter(d, *tables, seed=c.seed, in_fp8=c.fp8).to(self.device)
             self.drafter.dpace = c.loss_weights == "dpace"
-            self.optimizer = torch.optim.AdamW(
-                self.drafter.parameters(), lr=c.lr, betas=(0.9, 0.95), weight_decay=0.0, fused=True
-            )
+            trained = self.drafter.parameters()
             if c.optimizer == "muon":
-                self.optimizer = muon.Muon(self.drafter.parameters(), c.lr)
+                self.optimizer = muon.Muon(trained, c.lr)
+            else:
+                self.optimizer = torch.optim.AdamW(
+                    trained, lr=c.lr, betas=(0.9, 0.95), weight_decay=0.0, fused=True
+                )
         else:
             self.world.together(lambda: None, "target")
         if c.init_draft and not self.place:
@@ -925,8 +930,8 @@ def evaluate(job: Job, feed: Streamed | Colocated) -> dict:
     """Held-out loss, accuracy (in all and by slot), acc_len and tau, over all drafters.
 
     acc_len is teacher-forced: the mean over all positions (where a block begins; inside it each slot follows
-    what was drafted before it). tau walks each recorded answer as decoding would,
-    so it is tokens per target pass, exactly so where the answers are the target's own greedy ones.
+    what was drafted before it). tau walks each recorded answer as decoding would, so it is tokens per target
+    pass, exactly so where the answers are the target's own greedy ones.
     """
     c, sources = job.c, job.facts["sources"]
     totals = torch.zeros(6, device=job.device)
@@ -1356,10 +1361,10 @@ def start(job: Job) -> None:
 
         job.first_step = world.together(restore, "resume")["step"]
     if folder:
-        folder.write_config(config)
         for line in folder.open_metrics(job.first_step):
             folder.say(line)
         if job.place:
+            folder.write_config(config)
             folder.say(f"resumed from {job.place}: {job.first_step} of {job.total_steps} steps done")
     job.ending.training = True
 

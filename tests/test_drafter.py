@@ -372,6 +372,19 @@ def plain_loss(logits_AB: Tensor, blocks: Blocks) -> Tensor:
     return (each * blocks.weights_AB[blocks.real_A].flatten()).sum()
 
 
+def same_gradients(drafter, loss, expected):
+    """Each parameter has a gradient, and both losses the same."""
+    parameters = list(drafter.parameters())
+    for ours, theirs, (name, _) in zip(
+        torch.autograd.grad(loss, parameters),
+        torch.autograd.grad(expected, parameters),
+        drafter.named_parameters(),
+        strict=True,
+    ):
+        assert theirs.any(), name
+        torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-4, msg=lambda m, n=name: f"{n}: {m}")
+
+
 @pytest.mark.parametrize("block_size, windows, tied", [(8, (0, 0), False), (10, (0, 6), True)])
 def test_drafter_equals_one_anchor_at_a_time(block_size, windows, tied):
     row = make_row(**SMALL)
@@ -386,14 +399,7 @@ def test_drafter_equals_one_anchor_at_a_time(block_size, windows, tied):
     expected = plain_loss(slow, blocks)
     torch.testing.assert_close(loss, expected, rtol=1e-5, atol=1e-5)
     assert torch.equal(predicted[blocks.real_A], slow.argmax(-1)[:, 1:])
-    parameters = list(drafter.parameters())
-    for ours, theirs, (name, _) in zip(
-        torch.autograd.grad(loss, parameters),
-        torch.autograd.grad(expected, parameters),
-        drafter.named_parameters(),
-        strict=True,
-    ):
-        torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-4, msg=lambda m, n=name: f"{n}: {m}")
+    same_gradients(drafter, loss, expected)
 
 
 def test_rope_angles_stay_fp32_in_bf16():
