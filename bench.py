@@ -152,7 +152,7 @@ def job_of(c: train.Config, t: TargetConfig, role: str, batches: type = RandomBa
             world.drafters_per_node = int(role == "drafter")
         with train.memory_explained(job):
             job.load_models()
-            stream.warm_pairs(world)
+            stream.connect(world)
             train.gate(job)
             yield job
         world.leave()

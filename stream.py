@@ -249,19 +249,19 @@ class Receiver:
         self.idle.append(at)
 
 
-def warm_pairs(world: World) -> None:
-    """Connect the ranks of each target, then every target-drafter pair of this node in one fixed order,
-    before anything else runs on the device.
+def connect(world: World) -> None:
+    """Make every communicator of the run, in one fixed order, before anything else runs on the device: of the
+    drafters, of the ranks of each target, of each target-drafter pair of this node.
 
-    A communicator is made at its first message; doing it here keeps that out of the overlap of a step.
+    A communicator is made, and takes its memory, at its first message: that must neither fall into the
+    overlap of a step nor find the card full.
     """
-    if world.colocate:
-        return
-    first = world.node * world.per_node
     token = torch.zeros(1, device=world.device)
-    if world.target_group is not None:
-        dist.all_reduce(token, group=world.target_group)
-    for target in world.leaders(world.node):
+    for group in (world.draft_group if world.drafts else None, world.target_group):
+        if group is not None:
+            dist.all_reduce(token, group=group)
+    first = world.node * world.per_node
+    for target in world.leaders(world.node) if not world.colocate else ():
         for drafter in range(first, first + world.drafters_per_node):
             if world.rank == target:
                 dist.send(token, drafter)

@@ -1350,7 +1350,7 @@ def start(job: Job) -> None:
             folder.say(line)
     compile_utils.announce(world.role, world.store)
     job.load_models()
-    stream.warm_pairs(world)
+    stream.connect(world)
     gate(job)
     if job.place:
 

@@ -479,7 +479,7 @@ def measure(q: Question, role: str, random_weights: bool, compile_only: bool = F
             world.role = role
         with train.memory_explained(job):
             job.load_models()
-            stream.warm_pairs(world)
+            stream.connect(world)
             train.gate(job)
             if not compile_only:
                 run_loops(job, role)

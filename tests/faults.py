@@ -69,7 +69,7 @@ KINDS = {  # kind: what must come of it, whom it may hit, when
 }
 SIGNALS = {"SIGKILL", "SIGTERM", "SIGINT", "SIGHUP", "SIGSTOP for a while", "killed launcher"}
 PLACES = {  # where a fault is put, as names of train.py; a target's where it is one
-    "loading": ("World.join", "Job.load_models", "checkpoint.RunFolder.write_config", "stream.warm_pairs"),
+    "loading": ("World.join", "Job.load_models", "checkpoint.RunFolder.write_config", "stream.connect"),
     "compiling": ("compile_utils.gate", "warm_up"),
     "stepping": ("Pulse.begin_step", "accumulate", "update", "Pulse.end_step"),
     "evaluating": ("evaluate", "every_anchor", "Pulse.evaluated"),
@@ -79,7 +79,7 @@ PLACES = {  # where a fault is put, as names of train.py; a target's where it is
     ),
 }  # fmt: skip
 TARGET_PLACES = {
-    "loading": ("World.join", "Batches.__init__", "Job.load_models", "stream.warm_pairs"),
+    "loading": ("World.join", "Batches.__init__", "Job.load_models", "stream.connect"),
     "compiling": ("compile_utils.gate",),
     "stepping": ("Pulse.begin_step", "Job.make_features", "stream.Sender.send", "Pulse.end_step"),
     "evaluating": ("send_evaluation", "Batches.evaluation"),

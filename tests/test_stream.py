@@ -91,7 +91,7 @@ def test_a_header_that_disagrees_names_the_field(name):
 def joined(drafters: int) -> World:
     world = World("split", drafters)
     world.join("cpu", allow_cpu=True)
-    stream.warm_pairs(world)
+    stream.connect(world)
     return world
 
 
