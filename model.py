@@ -949,22 +949,29 @@ def block_mask(starts_A: Tensor, ends_A: Tensor, context: int, block_size: int, 
     own = (column < reach_high) & (column + TILE > reach_low)
     partial = torch.cat([meets & ~covers, own], 1)
     full = torch.cat([covers, torch.zeros_like(own)], 1)
-    listed = [_tile_list(tiles) for tiles in (partial, full)]
-    return BlockMask.from_kv_blocks(
-        *listed[0],
-        *listed[1],
-        BLOCK_SIZE=TILE,
-        mask_mod=sees(starts_A, ends_A, context, block_size, window),
+    tiles = torch.stack([partial, full])
+    (counts, keys), (counts_of_keys, queries) = _tile_lists(tiles), _tile_lists(tiles.transpose(1, 2))
+    return BlockMask(  # from_kv_blocks finds the backward's lists through vmap: most of a mask's host time
         seq_lengths=(slots, context + slots),
+        kv_num_blocks=counts[0],
+        kv_indices=keys[0],
+        full_kv_num_blocks=counts[1],
+        full_kv_indices=keys[1],
+        q_num_blocks=counts_of_keys[0],
+        q_indices=queries[0],
+        full_q_num_blocks=counts_of_keys[1],
+        full_q_indices=queries[1],
+        BLOCK_SIZE=(TILE, TILE),
+        mask_mod=sees(starts_A, ends_A, context, block_size, window),
     )
 
 
-def _tile_list(tiles: Tensor) -> tuple[Tensor, Tensor]:
-    """Bool tiles [rows, columns] as BlockMask wants them: counts [1, 1, rows], indices [1, 1,
-    rows, columns]
+def _tile_lists(tiles: Tensor) -> tuple[Tensor, Tensor]:
+    """Bool tiles [2, rows, columns] as BlockMask wants each of the two: counts [2, 1, 1, rows], indices
+    [2, 1, 1, rows, columns].
     """
-    order = torch.argsort(tiles.to(torch.uint8), dim=1, descending=True, stable=True)
-    return tiles.sum(1).to(torch.int32)[None, None], order.to(torch.int32)[None, None].contiguous()
+    order = torch.argsort(tiles.to(torch.uint8), dim=2, descending=True, stable=True)
+    return tiles.sum(2, dtype=torch.int32)[:, None, None], order.to(torch.int32).contiguous()[:, None, None]
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask | Tensor) -> Tensor:

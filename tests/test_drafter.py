@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import model
@@ -182,6 +182,12 @@ def test_block_mask_at_the_edges_of_tiles():
         ours, theirs = tiles(model.block_mask(*ranges)), tiles(reference)
         assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True)), pairs
         full_tiles += ours[1].sum().item()
+        of_backward = ("q_num_blocks", "q_indices", "full_q_num_blocks", "full_q_indices")
+        listed = model.block_mask(*ranges)
+        again = BlockMask.from_kv_blocks(
+            listed.kv_num_blocks, listed.kv_indices, listed.full_kv_num_blocks, listed.full_kv_indices
+        )
+        assert all(torch.equal(getattr(listed, name), getattr(again, name)) for name in of_backward), pairs
     assert full_tiles > 10
 
 

@@ -99,10 +99,10 @@ def rebuild(change):
         healthy = BLOCK_MASK(starts, ends, context, B, window)
         partial, full = (torch.tensor(t) for t in mask.tiles_of(healthy))
         change(partial, full)
-        lists = [model._tile_list(t.bool()) for t in (partial, full)]
-        shape = healthy.seq_lengths
+        counts, keys = model._tile_lists(torch.stack([partial, full]).bool())
+        lists, shape = (counts[0], keys[0], counts[1], keys[1]), healthy.seq_lengths
         return BlockMask.from_kv_blocks(
-            *lists[0], *lists[1], BLOCK_SIZE=model.TILE, mask_mod=healthy.mask_mod, seq_lengths=shape
+            *lists, BLOCK_SIZE=model.TILE, mask_mod=healthy.mask_mod, seq_lengths=shape
         )
 
     return broken
