@@ -1032,12 +1032,7 @@ class DrafterConfig:
         return 2 * [(2 * self.conv_kernel_size * (self.hidden // self.conv_group_size), self.hidden)]
 
     def selector_parameters(self) -> int:
-        return sum(map(math.prod, self.selector_matrices()))
-
-    def selector_matrices(self) -> list[tuple[int, int]]:
-        if not self.selector_rank:
-            return []
-        return [*2 * [(self.vocab, self.selector_rank)], (self.selector_rank, self.hidden)]
+        return self.selector_rank * (2 * self.vocab + self.hidden)
 
     def layer_matrices(self) -> list[tuple[int, int]]:
         h, i = self.hidden, self.intermediate
@@ -1045,19 +1040,21 @@ class DrafterConfig:
         return [(q, h), (kv, h), (kv, h), (h, q), (i, h), (i, h), (h, i), *self.conv_matrices()]
 
     def matrices(self) -> list[tuple[int, int]]:
-        """Shapes of the trained matrices."""
+        """Shapes of what the linear layers multiply by."""
+        selector = [(self.selector_rank, self.hidden)] if self.selector_rank else []
         of_layers = self.layers * self.layer_matrices()
-        return [(self.hidden, len(self.ids) * self.hidden), *of_layers, *self.selector_matrices()]
+        return [(self.hidden, len(self.ids) * self.hidden), *of_layers, *selector]
 
     def layer_parameters(self) -> int:
         """Of the matrices of a layer."""
         return sum(map(math.prod, self.layer_matrices()))
 
     def parameters(self) -> int:
-        """Trained parameters: the matrices, the norms, what is fixed in the convolutions."""
+        """Trained parameters: the matrices, the norms, what is fixed in the convolutions, the codebooks."""
         norms = self.layers * (2 * self.hidden + 2 * self.head_dim) + 2 * self.hidden
         fixed = self.layers * 4 * self.conv_kernel_size * self.hidden
-        return sum(map(math.prod, self.matrices())) + norms + fixed
+        codebooks = 2 * self.vocab * self.selector_rank
+        return sum(map(math.prod, self.matrices())) + norms + fixed + codebooks
 
     def step_flops(self, tokens: int, anchors: int, context: float = 0.0) -> float:
         """Useful FLOPs of a forward and backward: products, head, attention over `context` mean tokens a

@@ -1,4 +1,4 @@
-"""Muon for the drafter's matrices and AdamW for its norms, as one optimizer: `train.py --optimizer muon`.
+"""Muon for the drafter's matrices, AdamW for its norms and tables, as one: `train.py --optimizer muon`.
 
 Muon (kellerjordan.github.io/posts/muon) makes the singular values of each matrix's averaged gradient nearly
 equal and steps by that: about 0.2 times the learning rate an element, whatever the shape (arXiv 2502.16982,
@@ -7,21 +7,23 @@ better. In Newton-Schulz's bf16 products tiny differences grow: replicas and res
 runs under another split no better than to a bf16 rounding a step.
 """
 
-from collections.abc import Iterable
-
 import torch
 from torch import Tensor, nn
 
 
 class Muon:
-    """What train.py and checkpoint.py need of an optimizer: matrices are numbered first, then norms."""
+    """What train.py and checkpoint.py need of an optimizer: matrices are numbered first, then the rest.
 
-    def __init__(self, parameters: Iterable[nn.Parameter], lr: float):
-        parameters = list(parameters)
-        self.matrices = [p for p in parameters if p.dim() == 2]
-        norms = [p for p in parameters if p.dim() != 2]
+    A matrix is what a linear layer multiplies by. The codebooks of DFlash 2's selector are only looked up, a
+    row at a time.
+    """
+
+    def __init__(self, drafter: nn.Module, lr: float):
+        self.matrices = [m.weight for m in drafter.modules() if isinstance(m, nn.Linear)]
+        ours = set(map(id, self.matrices))
+        rest = [p for p in drafter.parameters() if id(p) not in ours]
         self.muon = torch.optim.Muon(self.matrices, lr=lr, weight_decay=0.0, adjust_lr_fn="match_rms_adamw")
-        self.adamw = torch.optim.AdamW(norms, lr=lr, betas=(0.9, 0.95), weight_decay=0.0, fused=True)
+        self.adamw = torch.optim.AdamW(rest, lr=lr, betas=(0.9, 0.95), weight_decay=0.0, fused=True)
         self.found_inf: Tensor | None = None  # above 0: leave all as it is
 
     @property
@@ -58,7 +60,7 @@ class Muon:
         """The state alone: how to step is not the file's to say."""
         first = len(self.matrices)
         of_matrices = {i: s for i, s in found["state"].items() if i < first}
-        of_norms = {i - first: s for i, s in found["state"].items() if i >= first}
-        for optimizer, state in ((self.muon, of_matrices), (self.adamw, of_norms)):
+        of_rest = {i - first: s for i, s in found["state"].items() if i >= first}
+        for optimizer, state in ((self.muon, of_matrices), (self.adamw, of_rest)):
             groups = optimizer.state_dict()["param_groups"]
             optimizer.load_state_dict({"state": state, "param_groups": groups})

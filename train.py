@@ -590,12 +590,11 @@ class Job:
             )
             self.drafter = Drafter(d, *tables, seed=c.seed, in_fp8=c.fp8).to(self.device)
             self.drafter.dpace = c.loss_weights == "dpace"
-            trained = self.drafter.parameters()
             if c.optimizer == "muon":
-                self.optimizer = muon.Muon(trained, c.lr)
+                self.optimizer = muon.Muon(self.drafter, c.lr)
             else:
                 self.optimizer = torch.optim.AdamW(
-                    trained, lr=c.lr, betas=(0.9, 0.95), weight_decay=0.0, fused=True
+                    self.drafter.parameters(), lr=c.lr, betas=(0.9, 0.95), weight_decay=0.0, fused=True
                 )
         else:
             self.world.together(lambda: None, "target")

@@ -26,7 +26,7 @@ def give_gradients(drafter: model.Drafter, seed: int) -> None:
 
 
 def job_of(drafter: model.Drafter) -> SimpleNamespace:
-    optimizer = muon.Muon(drafter.parameters(), LR)
+    optimizer = muon.Muon(drafter, LR)
     c, world = SimpleNamespace(clip=1e9), SimpleNamespace(drafters=1)
     return SimpleNamespace(drafter=drafter, optimizer=optimizer, c=c, world=world)
 
@@ -65,8 +65,10 @@ def formula(w: torch.Tensor, gradients: list[torch.Tensor]) -> torch.Tensor:
     return w
 
 
-def test_two_steps_equal_the_formula():
-    drafter = make_drafter()
+@pytest.mark.parametrize("variant, expected_matrices", [({}, 1 + 2 * 7), (model.DFLASH2, 1 + 2 * 9 + 1)])
+def test_two_steps_equal_the_formula(variant, expected_matrices):
+    """Matrices step by Muon; norms, codebooks and what is fixed in the convolutions by AdamW."""
+    drafter = make_drafter(**variant)
     job, before = job_of(drafter), copy.deepcopy(drafter)
     gradients = []
     for seed in (1, 2):
@@ -81,10 +83,10 @@ def test_two_steps_equal_the_formula():
         for p, g in zip(before.parameters(), step, strict=True):
             p.grad = g
         adamw.step()
-    for i, (ours, adam, old) in enumerate(
-        zip(drafter.parameters(), before.parameters(), started, strict=True)
+    for i, ((name, ours), adam, old) in enumerate(
+        zip(drafter.named_parameters(), before.parameters(), started, strict=True)
     ):
-        if old.dim() != 2:
+        if old.dim() != 2 or not name.endswith(".weight"):
             torch.testing.assert_close(ours, adam)
             continue
         moved = ours.double() - old.double()
@@ -92,7 +94,7 @@ def test_two_steps_equal_the_formula():
         assert (moved - expected).norm() < 0.03 * expected.norm()  # its products are in bf16
         assert 0.5 < moved.pow(2).mean().sqrt() / (LR * 0.4) < 1.1  # two steps of AdamW's usual size, 0.2
         matrices += 1
-    assert matrices == 1 + 2 * 7
+    assert matrices == expected_matrices
 
 
 @pytest.mark.parametrize("first", [True, False])
@@ -169,9 +171,10 @@ def test_replicas_agree_and_a_resume_is_bit_for_bit(launcher, small, tmp_path):
     assert refused.codes == [2] and "--optimizer adamw" in refused.text and "has muon" in refused.text
 
 
-def test_the_shapes_that_the_estimate_counts_are_the_drafters():
-    drafter = make_drafter()
-    shapes = [tuple(p.shape) for p in drafter.parameters() if p.dim() == 2]
+@pytest.mark.parametrize("variant", [{}, model.DFLASH2])
+def test_the_shapes_that_the_estimate_counts_are_the_drafters(variant):
+    drafter = make_drafter(**variant)
+    shapes = [tuple(p.shape) for p in muon.Muon(drafter, LR).matrices]
     assert sorted(shapes) == sorted(drafter.c.matrices())
     q = question("", "--token-budget", 128, "--anchors", 1, "--optimizer", "muon")
     assert (
