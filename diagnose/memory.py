@@ -594,6 +594,7 @@ SUITE = (  # those with the same shapes next to each other: the second finds the
     ("smollm2-135m", "colocate", SMOL),
     ("qwen3-0.6b", "drafter", SMALL),
     ("qwen3-0.6b", "colocate", SMALL),
+    ("qwen3-0.6b", "colocate", "--token-budget 147456"),  # more context than chunk
     ("qwen3-4b", "drafter", MIDDLE),
     ("qwen3-4b", "target", MIDDLE),
     ("qwen3-4b", "colocate", MIDDLE),
