@@ -17,7 +17,6 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -1217,20 +1216,6 @@ class NoConv(nn.Module):
 
     def after(self, x_SH: Tensor, _: None) -> Tensor:
         return x_SH
-
-
-def add_noise(features_TKH: Tensor, amount: float, hidden: int, seed: tuple[int, int]) -> None:
-    """Add to the features, in place, what is uniform between -amount and amount times the root mean square
-    of each token's feature of each tapped layer: layers differ in scale, and so do tokens.
-
-    Drawn on the device from `seed`, one tapped layer at a time, so that little memory and no wait is needed.
-    """
-    drawn = int(np.random.SeedSequence([*seed, 0x4015E]).generate_state(1, np.uint64)[0] >> np.uint64(1))
-    random = torch.Generator(features_TKH.device).manual_seed(drawn)
-    for feature_TH in features_TKH.split(hidden, 1):
-        noise_TH = torch.empty_like(feature_TH).uniform_(-amount, amount, generator=random)
-        rms_T1 = torch.linalg.vector_norm(feature_TH, dim=1, keepdim=True, dtype=torch.float32)
-        feature_TH.addcmul_(noise_TH, (rms_T1 / math.sqrt(hidden)).to(feature_TH.dtype))
 
 
 class DrafterLayer(nn.Module):

@@ -115,9 +115,6 @@ class Config:
     block_size: int = option(0, "tokens of a block, B (16; 8 with dflash2)")
     draft_layers: int = option(0, "layers of the drafter (5)")
     taps: int = option(0, "target layers whose outputs the drafter sees, K (5)")
-    feature_noise: float = option(
-        0.0, "noise on the features in training, as a share of their root mean square (none)"
-    )
     anchors: int = option(0, "anchors of a batch, A (a quarter of the token budget)")
     anchor_chunk: int = option(
         0, "anchors at a time: memory follows this, the result does not (at most 2048)"
@@ -343,8 +340,6 @@ def check_flags(c: Config, t: TargetConfig) -> None:
         )
     if not 0 <= c.headroom < 100:
         raise ValueError(f"--headroom {c.headroom:g}: a percentage, at least 0 and below 100")
-    if not 0 <= c.feature_noise <= 10:
-        raise ValueError(f"--feature-noise {c.feature_noise:g}: must be at least 0 and at most 10")
     if not 0 <= c.distill <= 1:
         raise ValueError(f"--distill {c.distill:g}: must be from 0 to 1")
     if c.distill and backend(c) is not model:
@@ -799,9 +794,6 @@ def run_drafter(job: Job, feed: Streamed | Colocated, pulse: "Pulse") -> None:
         mine = [b for b in job.step_batches(step) if world.drafter_of(b) == world.rank]
         for b in mine:
             batch, buffer = feed.train(b)
-            if job.c.feature_noise:
-                features_TKH, _ = job.shapes.parts(buffer)
-                model.add_noise(features_TKH, job.c.feature_noise, job.t.hidden, (job.c.seed, b))
             totals += accumulate(job, replica, batch, buffer, sync=b == mine[-1])
             tokens += int((batch.doc_T >= 0).sum())
             feed.release()
@@ -1301,13 +1293,20 @@ def changed_flags(c: Config, place: Path) -> list[str]:
     """What a resumed run does otherwise than before, of the flags that change its arithmetic."""
     was = checkpoint.read_state(place).get("config", {})
     names = "target data eval_data token_budget max_batch_size max_length block_size anchors mask_token_id "
-    names += "feature_noise gamma loss_weights distill lr warmup_ratio clip steps epochs seed fp8"
+    names += "gamma loss_weights distill lr warmup_ratio clip steps epochs seed fp8"
     pairs = [(name, getattr(c, name), was.get(name, getattr(c, name))) for name in names.split()]
-    return [
+    changed = [
         f"--{name.replace('_', '-')} {data.short(str(now), 60)} (was {data.short(str(old), 60)})"
         for name, now, old in pairs
         if now != old
     ]
+    known = {f.name for f in dataclasses.fields(Config)}  # a checkpoint of another version may have more
+    gone = [
+        f"no --{data.short(name, 40).replace('_', '-')} (was {data.short(str(old), 60)})"
+        for name, old in was.items()
+        if name not in known and old
+    ]
+    return changed + gone
 
 
 def choose_run(c: Config, world: World) -> tuple[Path, Path | None]:
