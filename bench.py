@@ -557,16 +557,16 @@ def drafter_work(
     job: train.Job, batches: list[data.Batch]
 ) -> tuple[Callable[[int], Tensor], Callable[[], None]]:
     """(one forward and backward of these batches in turn, new features and no gradients)."""
-    buffer = torch.zeros(job.shapes.rows, job.shapes.width, dtype=job.dtype, device=job.device)
+    features_TKH = torch.empty(job.shapes.tokens, job.shapes.width, dtype=job.dtype, device=job.device)
 
     def fresh() -> None:
-        job.shapes.parts(buffer)[0].normal_()
+        features_TKH.normal_()
         grads = [p.grad for p in job.drafter.parameters() if p.grad is not None]
         if grads:
             torch._foreach_zero_(grads)
 
     def step(i: int) -> Tensor:
-        return train.accumulate(job, job.drafter, batches[i % len(batches)], buffer, sync=True)
+        return train.accumulate(job, job.drafter, batches[i % len(batches)], features_TKH, sync=True)
 
     fresh()
     return step, fresh
@@ -576,15 +576,15 @@ def bench_target(name: str, c: train.Config, t: TargetConfig, count: int) -> dic
     """The target's features of a packed batch, up to its last tapped layer."""
     with job_of(c, t, "target") as job, torch.no_grad():
         batches = [job.batches.train(b) for b in range(8)]
-        buffer = torch.empty(job.shapes.rows, job.shapes.width, dtype=job.dtype, device=job.device)
+        out_TKH = torch.empty(job.shapes.tokens, job.shapes.width, dtype=job.dtype, device=job.device)
 
         def step(i: int) -> Tensor:
-            return job.make_features(batches[i % 8], buffer)
+            return job.make_features(batches[i % 8], out_TKH)
 
         ms = repeat(job, step, lambda: None, count)
-        layers = c.target_layers(job.drafter_config)
+        layers = max(job.drafter_config.ids) + 1
         found = facts("target", name, c, job) | spread(ms) | memory(job.device) | gate_facts()
-        flops = c.target_flops(t, job.drafter_config) + attention_flops(t, batches[0], layers)
+        flops = t.prefill_flops(c.token_budget, layers) + attention_flops(t, batches[0], layers)
         found |= ceilings(job, ms, flops)
         found["tokens_per_s"] = c.token_budget / found["median_ms"] * 1000
         found |= look_inside(job, step)
@@ -640,7 +640,7 @@ def bench_stream(name: str, c: train.Config, t: TargetConfig, count: int) -> dic
             parts[part] = side_by_side(job, count, "transfer" in part, work)
         worst = {part: max(world.gather(ms)) for part, ms in parts.items()}
         found = facts("stream", name, c, job) | {"repeats": count, "ms": worst}
-        size = job.shapes.rows * job.shapes.width * torch.empty(0, dtype=job.dtype).element_size()
+        size = job.shapes.tokens * job.shapes.width * torch.empty(0, dtype=job.dtype).element_size()
         found |= {"median_ms": worst["transfer"], "bytes": size, "gbs": size / worst["transfer"] / 1e6}
         for side in ("drafter", "target"):
             exposed = max(0.0, worst[f"{side}+transfer"] - worst[side])

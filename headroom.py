@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 import torch
 
-from model import TILE, DrafterConfig, TargetConfig, likely_rows
+from model import TILE, DrafterConfig, TargetConfig
 
 GIB, MIB = 2**30, 2**20
 # Measured on an H200 with torch 2.11, the allocator's part fitted to 15 configurations (docs/memory.md).
@@ -78,7 +78,7 @@ def peaks(c, t: TargetConfig, role: str, ranks: int, size: int = 2) -> dict[str,
 
 def standing(c, t: TargetConfig, d: DrafterConfig, role: str, size: int) -> dict[str, int]:
     """What a rank holds all the time."""
-    parts, feature_buffer = dict.fromkeys(PARTS, 0), buffer_bytes(c, len(d.ids) * d.hidden, size)
+    parts, feature_buffer = dict.fromkeys(PARTS, 0), c.token_budget * len(d.ids) * d.hidden * size
     if role != "target":
         parts["weights"] = parts["gradients"] = 4 * d.parameters()  # fp32
         parts["moments"] = 8 * d.parameters()
@@ -87,16 +87,10 @@ def standing(c, t: TargetConfig, d: DrafterConfig, role: str, size: int) -> dict
         tables = 2 * size if c.fp8 or not t.tied else size  # an 8-bit head has both layouts
         parts["embedding and head"] = d.vocab * d.hidden * tables
     if role != "drafter":
-        whole = (t.layers, True) if decodes(c, role) or c.distill else (max(d.ids) + 1, False)
+        whole = (t.layers, True) if decodes(c, role) else (max(d.ids) + 1, False)
         parts["target weights"] = share_of(c, t, role).parameters(*whole) * size
     parts["features"] = feature_buffer * (1 if role == "colocate" else c.depth)
     return parts
-
-
-def buffer_bytes(c, width: int, size: int) -> int:
-    """A feature buffer, rows of `width` elements; with --distill the likeliest next tokens behind them."""
-    rows = c.token_budget + (likely_rows(c.token_budget, width, size) if c.distill else 0)
-    return rows * width * size
 
 
 def moments(c, t: TargetConfig, d: DrafterConfig, role: str, size: int) -> dict[str, dict[str, int]]:
@@ -104,8 +98,6 @@ def moments(c, t: TargetConfig, d: DrafterConfig, role: str, size: int) -> dict[
     found, tokens = {}, c.token_budget
     if role != "drafter":
         found["features"] = {"target activations": share_of(c, t, role).features_bytes(tokens, size)}
-    if role != "drafter" and c.distill:
-        found["likely tokens"] = {"target activations": t.likely_bytes(tokens, size)}
     if decodes(c, role):
         found["decoding"] = {"target activations": decoding_bytes(c, t, d, size)}
     if role != "target":

@@ -1,8 +1,7 @@
 """The two models of the job: the frozen target and the DFlash drafter (arXiv 2602.06036).
 
 Shape letters, as suffixes: T packed context tokens (the token budget), A anchors of a chunk, B block size,
-S = A*B block slots, K tapped layers, H hidden, N query heads, G key/value heads, D head size, V vocabulary,
-J likeliest next tokens (--distill).
+S = A*B block slots, K tapped layers, H hidden, N query heads, G key/value heads, D head size, V vocabulary.
 A packed row holds several documents one after another; `cu_seqlens` are their bounds in it.
 Decoding: P rows (prompts at a time), Q new tokens of a row, C capacity of a row's cache.
 DFlash 2: M candidates of a slot, Z rank of the selector, U taps of the convolution, W groups of its channels.
@@ -17,7 +16,6 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -37,8 +35,6 @@ FAMILIES = {
     "Qwen3ForCausalLM": "qwen3",
 }
 TILE = 128  # rows and columns of one flex_attention mask block
-LIKELY = 16  # J: next tokens of each position whose probabilities the target gives, with --distill
-LIKELY_PART = 4  # it has one in so many of the logits at a time that the loss has
 MOST_LAYERS = 1024  # of any config, so that a wrong number cannot fill the memory
 WIDEST = 1 << 31  # positions
 FLOATS = ("F64", "F32", "F16", "BF16")  # dtypes of weights as safetensors names them
@@ -186,15 +182,6 @@ class TargetConfig:
                 "mlp": 2 * h + fused + rotated + q + 4 * self.intermediate,
             }
         return tokens * (size * max(moments.values()) + 8 * self.head_dim)
-
-    def likely_bytes(self, tokens: int, size: int = 2) -> int:
-        """Peak of `Target.likely` besides weights and results: its input, and for a part of the rows the
-        logits, or the rows of the head that are multiplied again.
-        """
-        rows, wide = ChunkedCrossEntropy.rows(tokens, LIKELY_PART * self.vocab), 4 if size < 4 else 0
-        of_row = max(size * self.vocab, LIKELY * self.hidden * (size + wide))
-        of_row += size * self.hidden + 32 * LIKELY
-        return tokens * (self.hidden * size + 8 * self.head_dim) + rows * of_row
 
     @staticmethod
     def from_folder(folder: str | Path) -> "TargetConfig":
@@ -597,13 +584,11 @@ class Target(nn.Module):
         longest: int,
         ids: list[int],
         out_TKH: Tensor | None = None,
-        likely: "Likely | None" = None,
     ) -> Tensor:
         """Outputs of the tapped layers side by side, [T, K*H]; stops after the last of them.
 
         cu_seqlens int32 [documents+1] must not run past the last real token; rows after it are zeros.
-        longest: an upper bound of the documents' lengths. Writes into `out_TKH` where given. With `likely`,
-        runs all layers and the head and fills that too.
+        longest: an upper bound of the documents' lengths. Writes into `out_TKH` where given.
         """
         if out_TKH is None:
             out_TKH = torch.empty(
@@ -614,25 +599,9 @@ class Target(nn.Module):
             if i in ids:
                 at = ids.index(i)
                 out_TKH[:, at * hidden : (at + 1) * hidden] = x
-            if i == max(ids) and likely is None:
+            if i == max(ids):
                 break
-        if likely is not None:
-            self.likely(x, *likely)
         return out_TKH
-
-    def likely(self, x_TH: Tensor, ids_TJ: Tensor, p_TJ: Tensor) -> None:
-        """The J likeliest tokens after each position, and their probabilities among themselves, from the last
-        layer's output; a part of the rows at a time.
-
-        Their logits are computed again in fp32: a product in bf16 is off by up to 0.06 from 16 on.
-        """
-        rows = ChunkedCrossEntropy.rows(len(x_TH), LIKELY_PART * self.c.vocab)
-        for lo in range(0, len(x_TH), rows):
-            part = slice(lo, lo + rows)
-            h = self.norm(x_TH[part])
-            ids = F.linear(h, self.head_VH).topk(ids_TJ.shape[1]).indices
-            exact = self.head_VH[ids].float() @ h.float()[:, :, None]
-            ids_TJ[part], p_TJ[part] = ids, exact[..., 0].softmax(-1)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -807,14 +776,6 @@ def load_embedding_and_head(
 # Who attends to whom
 
 
-Likely = tuple[Tensor, Tensor]  # ids int32 and probabilities fp32 of the likeliest next tokens, [..., J]
-
-
-def likely_rows(tokens: int, width: int, size: int) -> int:
-    """Rows of a feature buffer, `width` elements of `size` bytes, that hold Likely of so many tokens."""
-    return -(-tokens * LIKELY * 8 // (width * size))
-
-
 @dataclasses.dataclass
 class Blocks:
     """The blocks of a chunk of anchors. Tensors on the compute device.
@@ -822,7 +783,7 @@ class Blocks:
     ids_S: slot 0 the real token, the rest the mask token. positions_S: in the document. starts_A, ends_A:
     each anchor sees the context rows [start, end) of the packed row, strictly before itself. labels_AB.
     weights_AB: 0 where the label is not supervised or beyond the document, in unused slots and at slot 0.
-    real_A: not padding. likely: what the target gives in place of each label, [A, B, J].
+    real_A: not padding.
     """
 
     ids_S: Tensor
@@ -832,7 +793,6 @@ class Blocks:
     labels_AB: Tensor
     weights_AB: Tensor
     real_A: Tensor
-    likely: Likely | None = None
 
 
 def slot_weights(block_size: int, gamma: float, device: torch.device | str = "cpu") -> Tensor:
@@ -859,12 +819,8 @@ def make_blocks(
     block_size: int,
     gamma: float,
     mask_token: int,
-    likely: Likely | None = None,
 ) -> Blocks:
-    """Blocks for anchors (packed index, -1 for an unused slot); all tensors on one device, no host sync.
-
-    `likely` [T, J] is of the token after each position.
-    """
+    """Blocks for anchors (packed index, -1 for an unused slot); all tensors on one device, no host sync."""
     real_A = anchors_A >= 0
     at_A = anchors_A.clamp(min=0)
     slot_B = torch.arange(block_size, device=tokens_T.device)
@@ -876,10 +832,6 @@ def make_blocks(
     ids_AB = torch.full_like(index_AB, mask_token)
     ids_AB[:, 0] = tokens_T[at_A]
     positions_A = positions_T[at_A]
-    if likely is not None:
-        ids_TJ, p_TJ = likely
-        before_AB = (index_AB - 1).clamp(min=0)
-        likely = ids_TJ[before_AB], p_TJ[before_AB]
     return Blocks(
         ids_S=ids_AB.flatten(),
         positions_S=(positions_A[:, None] + slot_B).flatten(),
@@ -888,7 +840,6 @@ def make_blocks(
         labels_AB=tokens_T[index_AB],
         weights_AB=supervised_AB * slot_weights(block_size, gamma, tokens_T.device),
         real_A=real_A,
-        likely=likely,
     )
 
 
@@ -1223,20 +1174,6 @@ class NoConv(nn.Module):
         return x_SH
 
 
-def add_noise(features_TKH: Tensor, amount: float, hidden: int, seed: tuple[int, int]) -> None:
-    """Add to the features, in place, what is uniform between -amount and amount times the root mean square
-    of each token's feature of each tapped layer: layers differ in scale, and so do tokens.
-
-    Drawn on the device from `seed`, one tapped layer at a time, so that little memory and no wait is needed.
-    """
-    drawn = int(np.random.SeedSequence([*seed, 0x4015E]).generate_state(1, np.uint64)[0] >> np.uint64(1))
-    random = torch.Generator(features_TKH.device).manual_seed(drawn)
-    for feature_TH in features_TKH.split(hidden, 1):
-        noise_TH = torch.empty_like(feature_TH).uniform_(-amount, amount, generator=random)
-        rms_T1 = torch.linalg.vector_norm(feature_TH, dim=1, keepdim=True, dtype=torch.float32)
-        feature_TH.addcmul_(noise_TH, (rms_T1 / math.sqrt(hidden)).to(feature_TH.dtype))
-
-
 class DrafterLayer(nn.Module):
     """Qwen3-style pre-norm layer whose keys and values are [context ; block], queries the block only."""
 
@@ -1489,11 +1426,10 @@ class Drafter(nn.Module):
         head = self.fp8_head or Head(self.head)
         cap, run_rows, drafted = self.c.softcap, self.run_loss, self.c.block_size - 1
         run_rows = functools.partial(run_rows, softcap=cap) if cap else run_rows
-        likely = None if blocks.likely is None else [t[:, 1:].flatten(0, 1) for t in blocks.likely]
         whole, selector = 1, self.candidate_selector
         if self.dpace and torch.is_grad_enabled():
             whole, run_rows = drafted, functools.partial(run_rows, block=drafted)
-        inputs = (h, head, labels, weights, run_rows, likely, whole, selector.top_k if selector else 0)
+        inputs = (h, head, labels, weights, run_rows, whole, selector.top_k if selector else 0)
         loss, predicted, *candidates = ChunkedCrossEntropy.apply(*inputs)
         if not selector:
             return loss * whole, predicted.unflatten(0, (-1, drafted))
@@ -1542,16 +1478,12 @@ def cross_entropy_rows(
     dtype: torch.dtype | None = None,
     softcap: float = 0.0,
     block: int = 0,
-    likely: Likely | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Weighted loss sum, argmax and d loss / d logits of some rows; logits [rows, V] in any dtype.
 
     The gradient is in multiples of `unit`, in `dtype` (that of the logits). With `block` drafted slots the
     rows are whole blocks, weighted by `dpace_weights` / `block` where `weights` has any: fp8.py counts on
-    weights of at most 1. What a row is held against has the probabilities of `likely` [rows, J], and what
-    they leave of 1 at its label. (--distill W: their sum is W. They are the target's among its J likeliest
-    tokens; a rest that is spread over the others would say nothing of what a greedy target does next, and
-    need a second sum over the vocabulary.)
+    weights of at most 1.
     """
     wide = soft_capped(logits, softcap).float()
     top = wide.amax(-1)
@@ -1561,35 +1493,15 @@ def cross_entropy_rows(
     loss_R = top + z.log() - picked
     if block:
         weights = dpace_weights(loss_R.view(-1, block), weights.view(-1, block) > 0).flatten() / block
-    hard = weights
-    if likely is not None:
-        ids, p = likely[0].long(), likely[1]
-        left, wide_RJ = 1 - p.sum(-1), wide.gather(1, ids)
-        loss_R = top + z.log() - left * picked - (p * wide_RJ).sum(-1)
-        hard = left * weights
     loss = (weights * loss_R).sum()
     # The argmax as a minimum of columns, which shares a pass with the gradient; int32, or it would be slower.
     column = torch.arange(wide.shape[1], device=wide.device, dtype=torch.int32)
     predicted = torch.where(wide == top[:, None], column, wide.shape[1]).amin(-1)
     hit = column == labels.to(torch.int32)[:, None]
-    grad = e * (weights / z)[:, None] - torch.where(hit, hard[:, None], 0.0)
+    grad = e * (weights / z)[:, None] - torch.where(hit, weights[:, None], 0.0)
     if softcap:
         grad = grad * (1 - (wide / softcap).square())
-    grad = (grad / unit).to(dtype or logits.dtype)
-    if likely is not None:
-        grad_RJ = torch.exp(wide_RJ - top[:, None]) * (weights / z)[:, None] - weights[:, None] * p
-        grad_RJ = grad_RJ - torch.where(ids == labels[:, None], hard[:, None], 0.0)
-        if softcap:
-            grad_RJ = grad_RJ * (1 - (wide_RJ / softcap).square())
-        grad = put_columns(grad, ids, (grad_RJ / unit).to(grad.dtype))
-    return loss, predicted.long(), grad
-
-
-def put_columns(grad: Tensor, ids: Tensor, values: Tensor) -> Tensor:
-    """`grad` with `values` [rows, J] in the columns `ids` of its rows; 8-bit floats are moved as bytes."""
-    if grad.element_size() > 1:
-        return grad.scatter(1, ids, values)
-    return grad.view(torch.uint8).scatter(1, ids, values.view(torch.uint8)).view(grad.dtype)
+    return loss, predicted.long(), (grad / unit).to(dtype or logits.dtype)
 
 
 class Head:
@@ -1613,8 +1525,7 @@ class Head:
 
 
 class ChunkedCrossEntropy(torch.autograd.Function):
-    """sum_i w_i * CE(h_i @ head.T, label_i) without ever holding all the logits; `likely` as in
-    `cross_entropy_rows`.
+    """sum_i w_i * CE(h_i @ head.T, label_i) without ever holding all the logits.
 
     The head is frozen, so the gradient with respect to h is formed in the forward pass from the same logits:
     two matrix products for a chunk of rows and no recompute. Only the loss carries a gradient.
@@ -1637,16 +1548,15 @@ class ChunkedCrossEntropy(torch.autograd.Function):
         return -(-total // next(equal, parts)) * block
 
     @staticmethod
-    def forward(ctx, h, head, labels, weights, run_rows, likely=None, block=1, top_k=0):
+    def forward(ctx, h, head, labels, weights, run_rows, block=1, top_k=0):
         rows = ChunkedCrossEntropy.rows(len(h), head.shape[0], block)
         grad = torch.empty_like(h) if ctx.needs_input_grad[0] else None
         loss, predicted, ids, tops = h.new_zeros((), dtype=torch.float32), [], [], []
         for lo in range(0, len(h), rows):
             part = slice(lo, lo + rows)
             logits = head.logits(h[part])
-            soft = {} if likely is None else {"likely": tuple(t[part] for t in likely)}
             part_loss, part_predicted, grad_logits = run_rows(
-                logits, labels[part], weights[part], head.unit, head.grad_dtype, **soft
+                logits, labels[part], weights[part], head.unit, head.grad_dtype
             )
             loss += part_loss
             predicted.append(part_predicted)
@@ -1669,7 +1579,7 @@ class ChunkedCrossEntropy(torch.autograd.Function):
         if ids:
             _, grad_RM = grads
             add_candidates_gradient(grad, ctx.head, *ids, grad_RM)
-        return grad, None, None, None, None, None, None, None
+        return grad, None, None, None, None, None, None
 
 
 def add_candidates_gradient(grad_RH: Tensor, head: Head, ids_RM: Tensor, grad_RM: Tensor) -> None:

@@ -1,13 +1,12 @@
 """Hidden states from target ranks to drafter ranks; the only file with point-to-point calls.
 
 A message is a header (gloo, fixed size), the integers of the batch (gloo) and the features (NCCL; gloo on
-CPU), with --distill the likeliest next tokens behind them in the same buffer. The header is checked before
-the receive of anything it describes is posted: gloo takes a short message silently and aborts the process on
-a long one, NCCL says nothing. Each rank owns `depth` feature buffers, whoever is at the other end: that is
-the back-pressure. Waits are measured where the device waits, since waiting on an NCCL work returns at once on
-the host.
+CPU). The header is checked before the receive of anything it describes is posted: gloo takes a short message
+silently and aborts the process on a long one, NCCL says nothing. Each rank owns `depth` feature buffers,
+whoever is at the other end: that is the back-pressure. Waits are measured where the device waits, since
+waiting on an NCCL work returns at once on the host.
 
-T packed tokens, A anchors, D documents, K tapped layers, H hidden, J likeliest next tokens (--distill).
+T packed tokens, A anchors, D documents, K tapped layers, H hidden.
 """
 
 import time
@@ -19,7 +18,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from data import Batch
-from model import Likely, likely_rows
 from world import World
 
 MAGIC, HEADER = 0xB10CD4AF, 12
@@ -34,9 +32,7 @@ class StreamError(RuntimeError):
 class Shapes:
     """The static shapes of every message of a run."""
 
-    def __init__(
-        self, tokens: int, anchors: int, documents: int, width: int, dtype: torch.dtype, likely: int = 0
-    ):
+    def __init__(self, tokens: int, anchors: int, documents: int, width: int, dtype: torch.dtype):
         self.tokens, self.anchors, self.documents, self.width, self.dtype = (
             tokens,
             anchors,
@@ -44,17 +40,6 @@ class Shapes:
             width,
             dtype,
         )
-        self.likely = likely  # J, or 0: features only
-        self.rows = tokens + (likely_rows(tokens, width, dtype.itemsize) if likely else 0)  # of a buffer
-
-    def parts(self, buffer: Tensor) -> tuple[Tensor, Likely | None]:
-        """The features [T, K*H] in a buffer, and the likeliest next tokens [T, J] behind them."""
-        if not self.likely:
-            return buffer, None
-        size = 2 * self.tokens * self.likely * 4 // self.dtype.itemsize
-        words = buffer[self.tokens :].flatten()[:size].view(torch.int32)
-        ids_TJ, p_TJ = words.view(2, self.tokens, self.likely)
-        return buffer[: self.tokens], (ids_TJ, p_TJ.view(torch.float32))
 
     @property
     def integers(self) -> int:
@@ -62,13 +47,13 @@ class Shapes:
 
     def header(self, kind: int, index: int, checksum: int) -> Tensor:
         values = [MAGIC, kind, index, self.tokens, self.anchors, self.documents, self.width]
-        values += [DTYPES.index(self.dtype), self.integers, checksum, self.likely, 0]
+        values += [DTYPES.index(self.dtype), self.integers, checksum, 0, 0]
         return torch.tensor(values, dtype=torch.int64)
 
     def check(self, header: Tensor, kind: int, index: int, source: int) -> int:
         """Compare a received header with what must come next; returns the checksum of the integers."""
         got, want = header.tolist(), self.header(kind, index, 0).tolist()
-        names = "magic kind batch tokens anchors documents width dtype integers checksum likely spare".split()
+        names = "magic kind batch tokens anchors documents width dtype integers checksum spare spare".split()
         for name, a, b in zip(names, got, want, strict=True):
             if a != b and name != "checksum":
                 raise StreamError(
@@ -123,10 +108,10 @@ class Waits:
 
 
 class Buffers:
-    """`depth` feature buffers of one rank, handed out in turn: see Shapes.parts."""
+    """`depth` feature buffers [T, K*H] of one rank, handed out in turn."""
 
     def __init__(self, shapes: Shapes, depth: int, device: torch.device):
-        shape = (shapes.rows, shapes.width)
+        shape = (shapes.tokens, shapes.width)
         self.all = [torch.zeros(shape, dtype=shapes.dtype, device=device) for _ in range(depth)]
         self.side = torch.cuda.Stream() if device.type == "cuda" else None
         self.free = [None] * depth  # CUDA: the event after which a buffer may be overwritten
@@ -232,7 +217,7 @@ class Receiver:
             self.posted.append((unpack_integers(integers, self.shapes, index), work, at))
 
     def take(self) -> tuple[Batch, Tensor]:
-        """The next batch and the buffer of its features; the device (the CPU, without one) waits for them."""
+        """The next batch and its features [T, K*H]; the device (the CPU, without one) waits for them."""
         begun = self.waits.begin()
         self.post()
         batch, work, at = self.posted.popleft()

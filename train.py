@@ -5,7 +5,6 @@
     python train.py                                                                 # one rank does both
 
 Shape letters: T token budget, A anchors of a batch, B block size, K tapped layers, H hidden.
-A buffer is what `stream.Shapes.parts` takes apart: features [T, K*H], with --distill likely tokens too.
 """
 
 import os
@@ -115,18 +114,12 @@ class Config:
     block_size: int = option(0, "tokens of a block, B (16; 8 with dflash2)")
     draft_layers: int = option(0, "layers of the drafter (5)")
     taps: int = option(0, "target layers whose outputs the drafter sees, K (5)")
-    feature_noise: float = option(
-        0.0, "noise on the features in training, as a share of their root mean square (none)"
-    )
     anchors: int = option(0, "anchors of a batch, A (a quarter of the token budget)")
     anchor_chunk: int = option(
         0, "anchors at a time: memory follows this, the result does not (at most 2048)"
     )
     gamma: float = option(0.0, "decay of the loss weights within a block (7, 5, 4 for B = 16, 10, 8)")
     loss_weights: str = option("decay", "decay: by --gamma; dpace: by the drafter's own confidence")
-    distill: float = option(
-        0.0, "share of the loss that is against the target's own distribution, 0 to 1 (none)"
-    )
     lr: float = option(0.0, "peak learning rate (6e-4; 4e-3 with --optimizer muon)")
     warmup_ratio: float = option(0.04, "share of the steps with rising learning rate")
     clip: float = option(1.0, "largest gradient norm")
@@ -157,15 +150,6 @@ class Config:
     def decodes(self) -> bool:
         """Are held-out prompts decoded at evaluations? That takes a rank with the whole target."""
         return self.eval_decode > 0 and self.layout == "colocate"
-
-    def target_layers(self, d: DrafterConfig) -> int:
-        """How many layers the target runs for a batch; with --distill all, and then the head."""
-        return d.target_layers if self.distill else max(d.ids) + 1
-
-    def target_flops(self, t: TargetConfig, d: DrafterConfig) -> float:
-        """Useful FLOPs of a batch on the target's side, attention left out."""
-        head = 2.0 * self.token_budget * t.hidden * t.vocab if self.distill else 0.0
-        return t.prefill_flops(self.token_budget, self.target_layers(d)) + head
 
     def drafter(self, t: TargetConfig, mask_token: int = 0) -> DrafterConfig:
         """The shape of the run's drafter: that of what it starts from, else that of the flags."""
@@ -343,14 +327,6 @@ def check_flags(c: Config, t: TargetConfig) -> None:
         )
     if not 0 <= c.headroom < 100:
         raise ValueError(f"--headroom {c.headroom:g}: a percentage, at least 0 and below 100")
-    if not 0 <= c.feature_noise <= 10:
-        raise ValueError(f"--feature-noise {c.feature_noise:g}: must be at least 0 and at most 10")
-    if not 0 <= c.distill <= 1:
-        raise ValueError(f"--distill {c.distill:g}: must be from 0 to 1")
-    if c.distill and backend(c) is not model:
-        raise ValueError(
-            f"--distill with --target-backend {c.target_backend}: it stops before the head: leave one out"
-        )
     if not 0 <= c.warmup_ratio < 1:
         raise ValueError(f"--warmup-ratio {c.warmup_ratio}: must be at least 0 and below 1")
     if c.eval_decode and backend(c) is not model:
@@ -424,7 +400,7 @@ def resolve_drafters(c: Config, t: TargetConfig, per_node: int, nodes: int) -> N
     if not c.drafters:
         d = c.drafter(t)
         ours = d.step_flops(c.token_budget, c.anchors)
-        theirs = c.target_flops(t, d)
+        theirs = t.prefill_flops(c.token_budget, max(d.ids) + 1)
         fits = [n for n in whole if not c.batches_per_step or c.batches_per_step % (n * nodes) == 0]
         if not fits:
             raise ValueError(
@@ -527,7 +503,7 @@ def steps_per_epoch(c: Config, batches: int) -> int:
 
 def message_shapes(c: Config, d: DrafterConfig, dtype: torch.dtype) -> stream.Shapes:
     sizes, width = (c.token_budget, c.anchors, c.max_batch_size), len(d.ids) * d.hidden
-    return stream.Shapes(*sizes, width, dtype, model.LIKELY if c.distill else 0)
+    return stream.Shapes(*sizes, width, dtype)
 
 
 class Job:
@@ -576,8 +552,7 @@ class Job:
         show = self.world.local == 0 or self.world.place == self.world.drafters_per_node
         if self.world.runs_target:
             place = (c.folder, self.device, self.dtype)
-            whole = c.decodes or c.distill > 0
-            parts = (None, True) if whole else (max(d.ids) + 1, False)  # training needs no more
+            parts = (None, True) if c.decodes else (max(d.ids) + 1, False)  # training needs no more
             share = {"part": self.world.part, "parts": c.target_tp} if c.target_tp > 1 else {}
             self.target = self.world.together(
                 lambda: backend(c).Target.load(*place, *parts, show, **share), "target"
@@ -654,15 +629,12 @@ class Job:
         self.loading.end(begun)
         return batch
 
-    def make_features(self, batch: data.Batch, buffer: Tensor) -> Tensor:
-        """The target's hidden states of a packed batch (with --distill, likely tokens too) into a buffer."""
-        out_TKH, likely = self.shapes.parts(buffer)
+    def make_features(self, batch: data.Batch, out_TKH: Tensor) -> Tensor:
+        """The target's hidden states of a packed batch, into `out_TKH` [T, K*H]."""
         tokens = int((batch.doc_T >= 0).sum())
         bounds = batch.cu_seqlens.clamp(max=tokens)  # the padding tail is no document
         inputs = [self.put(t) for t in (batch.tokens_T, batch.positions_T, bounds)]
-        asked = () if likely is None else (likely,)
-        self.target.features(*inputs, self.c.max_length, list(self.drafter_config.ids), out_TKH, *asked)
-        return buffer
+        return self.target.features(*inputs, self.c.max_length, list(self.drafter_config.ids), out_TKH)
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -797,11 +769,8 @@ def run_drafter(job: Job, feed: Streamed | Colocated, pulse: "Pulse") -> None:
         totals, tokens = torch.zeros(6, device=job.device), 0
         mine = [b for b in job.step_batches(step) if world.drafter_of(b) == world.rank]
         for b in mine:
-            batch, buffer = feed.train(b)
-            if job.c.feature_noise:
-                features_TKH, _ = job.shapes.parts(buffer)
-                model.add_noise(features_TKH, job.c.feature_noise, job.t.hidden, (job.c.seed, b))
-            totals += accumulate(job, replica, batch, buffer, sync=b == mine[-1])
+            batch, features_TKH = feed.train(b)
+            totals += accumulate(job, replica, batch, features_TKH, sync=b == mine[-1])
             tokens += int((batch.doc_T >= 0).sum())
             feed.release()
         dist.all_reduce(totals, group=world.draft_group)
@@ -829,7 +798,7 @@ def wrap(job: Job) -> nn.Module:
     )
 
 
-def rehearse(job: Job, replica: nn.Module, buffer: Tensor) -> None:
+def rehearse(job: Job, replica: nn.Module, features_TKH: Tensor) -> None:
     """Two throw-away steps on an empty batch, before the first real one.
 
     Every shape is static, so this needs all the memory that a step will ever need. And DDP rebuilds its
@@ -838,23 +807,19 @@ def rehearse(job: Job, replica: nn.Module, buffer: Tensor) -> None:
     c = job.c
     nothing = data.empty_batch(0, c.token_budget, c.max_batch_size, c.anchors)
     for _ in range(2):
-        totals = accumulate(job, replica, nothing, buffer, sync=True)
+        totals = accumulate(job, replica, nothing, features_TKH, sync=True)
         update(job, totals[1], 0.0)  # weight 0: nothing moves, but the optimizer takes its memory
 
 
-def to_blocks(
-    job: Job, batch: data.Batch, anchors_A: Tensor, likely: model.Likely | None = None
-) -> Iterator[Blocks]:
+def to_blocks(job: Job, batch: data.Batch, anchors_A: Tensor) -> Iterator[Blocks]:
     """The batch's anchors a chunk at a time, as blocks on the device."""
     row = [job.put(t) for t in (batch.tokens_T, batch.positions_T, batch.doc_T, batch.mask_T)]
     c = job.c
-    if likely is not None:
-        likely = likely[0], likely[1] * c.distill
     for chunk in job.put(anchors_A).split(c.anchor_chunk):
-        yield model.make_blocks(*row, chunk, c.block_size, c.gamma, job.facts["mask_token"], likely)
+        yield model.make_blocks(*row, chunk, c.block_size, c.gamma, job.facts["mask_token"])
 
 
-def accumulate(job: Job, replica: nn.Module, batch: data.Batch, buffer: Tensor, sync: bool) -> Tensor:
+def accumulate(job: Job, replica: nn.Module, batch: data.Batch, features_TKH: Tensor, sync: bool) -> Tensor:
     """Forward and backward over one batch, chunk after chunk of anchors; gradients of plain sums add up.
 
     All chunks but the last run against detached context keys and values and leave their gradient there; the
@@ -862,10 +827,9 @@ def accumulate(job: Job, replica: nn.Module, batch: data.Batch, buffer: Tensor, 
     the backward that DDP reduces. Returns fp32 sums [loss, weight, right, slots, prefix, blocks].
     """
     totals = torch.zeros(6, device=job.device)
-    features_TKH, likely = job.shapes.parts(buffer)
     kv = job.drafter.context_keys_values(features_TKH, job.put(batch.positions_T))
     held = [(k.detach().requires_grad_(), v.detach().requires_grad_()) for k, v in kv]
-    chunks = list(to_blocks(job, batch, batch.anchors_A, likely))
+    chunks = list(to_blocks(job, batch, batch.anchors_A))
     for i, blocks in enumerate(chunks):
         last = i == len(chunks) - 1
         alone = not (last and sync) and replica is not job.drafter
@@ -939,8 +903,7 @@ def evaluate(job: Job, feed: Streamed | Colocated) -> dict:
     for j in range(job.facts["eval_batches"]):
         if job.world.drafter_of(j) != job.world.rank:
             continue
-        batch, buffer = feed.evaluation(j)
-        features_TKH, _ = job.shapes.parts(buffer)  # the loss is against the real tokens, whatever --distill
+        batch, features_TKH = feed.evaluation(j)
         kv = job.drafter.context_keys_values(features_TKH, job.put(batch.positions_T))
         anchors_A, prefixes = every_anchor(batch, c.anchor_chunk), []
         for blocks in to_blocks(job, batch, anchors_A):
@@ -1213,7 +1176,6 @@ def gate(job: Job) -> None:
     key += f" {d.variant} {d.added()}" if d.variant != "dflash" else ""
     key += f" tp{c.target_tp}" if c.target_tp > 1 else ""
     key += " dpace" if c.loss_weights == "dpace" else ""
-    key += " distill" if c.distill else ""
     share_cache(job, f"{key} {source}", say)
     try:
         compile_utils.gate(
@@ -1268,14 +1230,13 @@ def warm_up(job: Job) -> typing.Callable[[], None]:
     def everything_once() -> None:
         c, shapes = job.c, job.shapes
         nothing = data.empty_batch(0, c.token_budget, c.max_batch_size, c.anchors)
-        buffer = torch.zeros(shapes.rows, shapes.width, dtype=shapes.dtype, device=job.device)
+        features_TKH = torch.zeros(shapes.tokens, shapes.width, dtype=shapes.dtype, device=job.device)
         with torch.no_grad():
             if job.world.runs_target:
-                job.make_features(nothing, buffer)
+                job.make_features(nothing, features_TKH)
         if job.world.drafts:
-            accumulate(job, job.drafter, nothing, buffer, sync=True)
+            accumulate(job, job.drafter, nothing, features_TKH, sync=True)
             with torch.no_grad():
-                features_TKH, _ = shapes.parts(buffer)
                 kv = job.drafter.context_keys_values(features_TKH, job.put(nothing.positions_T))
                 job.drafter(kv, next(to_blocks(job, nothing, nothing.anchors_A[: c.anchor_chunk])))
             job.optimizer.zero_grad()
@@ -1300,13 +1261,20 @@ def changed_flags(c: Config, place: Path) -> list[str]:
     """What a resumed run does otherwise than before, of the flags that change its arithmetic."""
     was = checkpoint.read_state(place).get("config", {})
     names = "target data eval_data token_budget max_batch_size max_length block_size anchors mask_token_id "
-    names += "feature_noise gamma loss_weights distill lr warmup_ratio clip steps epochs seed fp8"
+    names += "gamma loss_weights lr warmup_ratio clip steps epochs seed fp8"
     pairs = [(name, getattr(c, name), was.get(name, getattr(c, name))) for name in names.split()]
-    return [
+    changed = [
         f"--{name.replace('_', '-')} {data.short(str(now), 60)} (was {data.short(str(old), 60)})"
         for name, now, old in pairs
         if now != old
     ]
+    known = {f.name for f in dataclasses.fields(Config)}  # a checkpoint of another version may have more
+    gone = [
+        f"no --{data.short(name, 40).replace('_', '-')} (was {data.short(str(old), 60)})"
+        for name, old in was.items()
+        if name not in known and old
+    ]
+    return changed + gone
 
 
 def choose_run(c: Config, world: World) -> tuple[Path, Path | None]:
@@ -1439,7 +1407,6 @@ def banner(job: Job) -> Iterator[str]:
     yield (
         f"{name}: {d.layers} layers, B {d.block_size}, {d.parameters() / 1e6:.1f}M parameters, "
         f"taps {list(d.ids)}, mask token {d.mask_token}, gamma {c.gamma:g}, lr {c.lr:g}"
-        + (f", distill {c.distill:g}" if c.distill else "")
         + (", loss weights dpace" if c.loss_weights == "dpace" else "")
         + (", muon" if c.optimizer == "muon" else "")
     )

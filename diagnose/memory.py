@@ -324,13 +324,12 @@ def trace_step(c, t: TargetConfig) -> int:
     job = types.SimpleNamespace(
         c=c, drafter=drafter, device=torch.device("meta"), facts={"mask_token": 0}, put=lambda x: x.to("meta")
     )
-    job.shapes = train.message_shapes(c, d, torch.bfloat16)
     batch = data.empty_batch(0, c.token_budget, c.max_batch_size, c.anchors)
-    buffer = torch.empty(job.shapes.rows, job.shapes.width, **bf16)
+    features_TKH = torch.empty(c.token_budget, len(d.ids) * d.hidden, **bf16)
     for p in drafter.parameters():
         p.grad = torch.empty_like(p)
     with traceable(), live:
-        train.accumulate(job, drafter, batch, buffer, sync=True)
+        train.accumulate(job, drafter, batch, features_TKH, sync=True)
     return live.most
 
 

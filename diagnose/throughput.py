@@ -241,9 +241,7 @@ class Question:
         return 4 * self.drafter.parameters()
 
     def feature_bytes(self, size: int) -> int:
-        import headroom
-
-        return headroom.buffer_bytes(self.config, len(self.drafter.ids) * self.target.hidden, size)
+        return self.config.token_budget * len(self.drafter.ids) * self.target.hidden * size
 
     def must_be_whole(self) -> None:
         if self.tp > 1:
@@ -265,7 +263,8 @@ class Question:
         """Useful FLOPs of a batch: (the target's, the drafter's)."""
         c, d = self.config, self.drafter
         context = c.max_length / 4  # of a slot, where documents are of any length up to that
-        return c.target_flops(self.target, d), d.step_flops(c.token_budget, c.anchors, context)
+        theirs = self.target.prefill_flops(c.token_budget, max(d.ids) + 1)
+        return theirs, d.step_flops(c.token_budget, c.anchors, context)
 
 
 def without(flags: list[str], names: tuple[str, ...]) -> list[str]:
@@ -301,9 +300,9 @@ def side_alone(job, batches: list, count: int = 6) -> dict[str, float]:
         found["update"] = pace(job, lambda i: job_update(job, weight), 3)
         job.optimizer.zero_grad()
         return found
-    buffer = torch.empty(job.shapes.rows, job.shapes.width, dtype=job.dtype, device=job.device)
+    out_TKH = torch.empty(job.shapes.tokens, job.shapes.width, dtype=job.dtype, device=job.device)
     with torch.no_grad():
-        found = {"target": pace(job, lambda b: job.make_features(job.batches.train(b), buffer), count)}
+        found = {"target": pace(job, lambda b: job.make_features(job.batches.train(b), out_TKH), count)}
     return found | {"data": pace(job, job.batches.train, 10)}
 
 
@@ -762,8 +761,9 @@ def should_take(run: Run) -> tuple[float, float]:
     c = run.config
     # An estimate, by the flags alone: the folder of --init-draft may be gone.
     d = train.DrafterConfig.of(run.target, c.draft_layers, c.block_size, c.taps, 0, c.variant)
-    of_target = c.target_flops(run.target, d) / c.target_tp / (run.ceiling / 2)
-    of_target += c.target_layers(d) * LAUNCHING_S
+    layers = max(d.ids) + 1
+    of_target = run.target.prefill_flops(c.token_budget, layers) / c.target_tp / (run.ceiling / 2)
+    of_target += layers * LAUNCHING_S
     chunks = c.anchors // c.anchor_chunk
     of_drafter = d.step_flops(c.token_budget, c.anchors, c.max_length / 4) / (run.ceiling / 2)
     of_drafter += 2 * c.draft_layers * chunks * LAUNCHING_S
@@ -914,11 +914,10 @@ def better_split(run: Run) -> tuple[Plan | None, float, bool]:
 
 def feature_bytes(run: Run) -> float:
     """Of a batch, in bf16 on a GPU and fp32 on a CPU."""
-    from headroom import buffer_bytes
     from model import tap_layers
 
     taps = len(tap_layers(run.target.layers, run.config.taps))
-    return buffer_bytes(run.config, taps * run.target.hidden, 4 if run.gpu == "cpu" else 2)
+    return run.config.token_budget * taps * run.target.hidden * (4 if run.gpu == "cpu" else 2)
 
 
 def judge_drift(run: Run) -> list[Finding]:

@@ -109,7 +109,7 @@ def test_the_loss_takes_whole_blocks_at_a_time_and_the_estimate_knows(monkeypatc
         return model.cross_entropy_rows(logits, *rest, block=7)
 
     h, head = torch.randn(total, 4, requires_grad=True), model.Head(torch.randn(11, 4))
-    ChunkedCrossEntropy.apply(h, head, torch.zeros(total).long(), torch.ones(total), rows, None, 7)
+    ChunkedCrossEntropy.apply(h, head, torch.zeros(total).long(), torch.ones(total), rows, 7)
     assert all(n % 7 == 0 and n <= 25 for n in seen) and sum(seen) == total
     d = DrafterConfig.of(model.TargetConfig.from_folder(train.TINY), 1, 8, 5, 0)
     d = dataclasses.replace(d, vocab=11)

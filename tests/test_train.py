@@ -178,6 +178,19 @@ def test_a_resume_says_what_it_changes(runs):
     assert train.changed_flags(c, place) == ["--clip 0.5 (was 1.0)", "--seed 7 (was 0)"]
 
 
+@pytest.mark.parametrize("was, said", [(0.2, ["no --old-share (was 0.2)"]), (0.0, [])])
+def test_a_flag_that_is_gone_is_not_dropped_in_silence(runs, tmp_path, was, said):
+    """A run of a version that had one more goes on without it; where it was in use, that is said."""
+    run = interrupted(runs("3+1"), tmp_path / "run")
+    for path in (run / "config.json", run / "step-000004" / "state.json"):
+        saved = json.loads(path.read_text())
+        saved.get("config", saved)["old_share"] = was
+        path.write_text(json.dumps(saved))
+    c = train.parse_flags(["--resume", str(run)])
+    assert not hasattr(c, "old_share") and not hasattr(throughput.read_run(run).config, "old_share")
+    assert train.changed_flags(c, run / "step-000004") == said
+
+
 def test_a_torn_checkpoint_is_refused_in_one_line(launcher, runs, tmp_path):
     run = interrupted(runs("3+1"), tmp_path / "run")
     torn = run / "step-000004" / "model.safetensors"
