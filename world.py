@@ -276,7 +276,9 @@ class Ending:
     def fail(self, error: BaseException) -> dict:
         """Tell every rank of this rank's error; returns the job's first failure, {rank, why}."""
         why = f"{error}" if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
-        mine = {"rank": -1 if self._world is None else self._world.rank, "why": why}
+        first_line = f"{error}".strip().partition("\n")[0]  # CUDA's go on; the traceback has all
+        told = why if isinstance(error, UserError) else f"{type(error).__name__}: {first_line}"
+        mine = {"rank": -1 if self._world is None else self._world.rank, "why": told}
         if self._world is None:
             return mine
         lost = isinstance(error, dist.DistError | RuntimeError) and LOST.search(why)
