@@ -16,12 +16,12 @@ import torch
 from model import TILE, DrafterConfig, TargetConfig
 
 GIB, MIB = 2**30, 2**20
-# Measured on an H200 with torch 2.11, the allocator's part fitted to 15 configurations (docs/memory.md).
+# Measured on an H200 with torch 2.11, the allocator's part fitted to 16 configurations (docs/memory.md).
 CONTEXT = {"drafter": 1320 * MIB, "target": 770 * MIB, "colocate": 1320 * MIB}  # CUDA, its loaded kernels
 BARE_CONTEXT = 400 * MIB  # of it before any kernel is loaded; 620 MiB on an H200, the less the safer
 NCCL = 780 * MIB  # communicators of a rank that has peers; measured on two H200: 770, of a target 600
-FRAGMENTS = 0.02  # of what comes and goes: holes that the caching allocator leaves
-WORKSPACE = {"drafter": 150 * MIB, "target": 110 * MIB, "colocate": 150 * MIB}  # of products, and rounding
+HOLES = 1.1  # times a context tensor of each layer and a slot tensor: what the allocator leaves open
+WORKSPACE = {"drafter": 150 * MIB, "target": 150 * MIB, "colocate": 150 * MIB}  # of products, and rounding
 CPU_BASE = 700 * MIB  # a process that has imported torch
 TIGHT = 0.05  # less headroom than this share of the card is worth a warning
 MOST_TOKENS = 1 << 22
@@ -137,13 +137,18 @@ def finish(parts: dict[str, int], c, d: DrafterConfig, role: str, ranks: int, si
     """Add what lives outside the tensors. fp32 means the CPU: no context, no caching allocator."""
     if size == 4:
         return parts | {"CUDA and NCCL": CPU_BASE}
-    holes = WORKSPACE[role]
-    if role == "target":  # between its layers' tensors there is room for two hidden states
-        holes += 2 * size * c.token_budget * d.hidden
-    else:
-        holes += int(FRAGMENTS * sum(parts[name] for name in PASSING))
     outside = CONTEXT[role] + (NCCL if ranks > 1 else 0)
-    return parts | {"allocator": holes, "CUDA and NCCL": outside}
+    return parts | {"allocator": WORKSPACE[role] + holes(c, d, role, size), "CUDA and NCCL": outside}
+
+
+def holes(c, d: DrafterConfig, role: str, size: int) -> int:
+    """What the caching allocator leaves open between tensors that come and go. Short of room it gives them
+    back and asks anew, which takes time: a run that has no room for them may still run.
+    """
+    if role == "target":  # between its layers' tensors there is room for two hidden states
+        return 2 * size * c.token_budget * d.hidden
+    of_context = d.layers * c.token_budget * d.kv_heads * d.head_dim
+    return int(HOLES * size * (of_context + c.anchor_chunk * c.block_size * d.intermediate))
 
 
 def search(fits: Callable[[int], bool], step: int, most: int) -> int:
@@ -159,12 +164,22 @@ def search(fits: Callable[[int], bool], step: int, most: int) -> int:
 
 
 def largest_token_budget(
-    resolved: Callable[[int], object], t: TargetConfig, role: str, ranks: int, have: int, size: int = 2
+    resolved: Callable[[int], object],
+    t: TargetConfig,
+    role: str,
+    ranks: int,
+    have: int,
+    size: int = 2,
+    squeezed: bool = False,
 ) -> int:
-    """`resolved(budget)` is train.py's Config with that budget (what follows from the budget follows it)."""
+    """`resolved(budget)` is train.py's Config with that budget (what follows from the budget follows it).
+    `squeezed`: with no room for holes.
+    """
 
     def fits(budget: int) -> bool:
-        return estimate(resolved(budget), t, role, ranks, size).peak <= have
+        c = resolved(budget)
+        spared = holes(c, c.drafter(t), role, size) if squeezed and size < 4 else 0
+        return estimate(c, t, role, ranks, size).peak - spared <= have
 
     return search(fits, TILE, MOST_TOKENS)
 

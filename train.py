@@ -1360,23 +1360,27 @@ def refuse_hopeless(c: Config, t: TargetConfig, world: World, with_budget: Calla
 
 def largest_that_fits(
     c: Config, t: TargetConfig, world: World, with_budget: Callable[[int], Config]
-) -> Config:
-    """--token-budget auto: by the estimate of headroom.py, the most that leaves --headroom on every rank."""
+) -> tuple[Config, str]:
+    """--token-budget auto: by the estimate of headroom.py, the most that leaves --headroom on every rank; and
+    a note.
+    """
 
-    def largest() -> int:
+    def largest() -> list[int]:
         have = int(device_memory(world) * (1 - c.headroom / 100))
         if not have:
             raise ValueError("--token-budget auto: this run is on CPU: give a number of tokens")
-        role = headroom.role_name(world.role)
-        return headroom.largest_token_budget(with_budget, t, role, world.size, have)
+        asked = (with_budget, t, headroom.role_name(world.role), world.size, have)
+        return [headroom.largest_token_budget(*asked, squeezed=squeezed) for squeezed in (False, True)]
 
-    budget = min(world.gather(world.together(largest, "--token-budget auto")))
+    found = world.gather(world.together(largest, "--token-budget auto"))
+    budget, squeezed = (min(of_ranks) for of_ranks in zip(*found, strict=True))
     if not budget:
         raise UserError(
             "--token-budget auto: nothing fits: python -m diagnose.memory shows where it goes; use a larger "
             "card, a smaller target or fewer --draft-layers"
         )
-    return with_budget(budget)
+    note = f"--token-budget auto: {budget}; up to {squeezed} may run, the allocator short of room and slower"
+    return with_budget(budget), note
 
 
 @contextlib.contextmanager
@@ -1469,7 +1473,7 @@ def main() -> int:
     except (UserError, ValueError) as error:
         return refuse(f"train.py: {error}")
     ending, world = Ending(), World(c.layout, c.drafters, c.target_tp)
-    job, run = None, None
+    job, run, notes = None, None, []
     try:
         world.join(c.device, allow_cpu=not c.target)
         ending.watch(world)
@@ -1481,11 +1485,12 @@ def main() -> int:
             return resolve(dataclasses.replace(asked, **settled), t, size, nodes)
 
         if asked.token_budget == AUTO:
-            c = largest_that_fits(c, t, world, with_budget)
+            c, note = largest_that_fits(c, t, world, with_budget)
+            notes.append(note)
         world.together(lambda: refuse_hopeless(c, t, world, with_budget), "memory")
         run, place = choose_run(c, world)
         job = Job(c, t, world, ending, run, place)
-        job.notes += cache.warnings
+        job.notes += notes + cache.warnings
         job.with_budget = with_budget
         with memory_explained(job):
             train(job)

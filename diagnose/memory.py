@@ -765,7 +765,10 @@ class Question:
 def judge(q: Question, role: str, have: int, size: int) -> tuple[Finding, Estimate]:
     """Does this role fit, and how far could its flags go?"""
     found = estimate(q.config, q.target, role, q.ranks, size)
-    budget = largest_token_budget(q.resolved, q.target, role, q.ranks, have, size)
+    budget, squeezed = (
+        largest_token_budget(q.resolved, q.target, role, q.ranks, have, size, squeezed)
+        for squeezed in (False, True)
+    )
     chunk = largest_anchor_chunk(q.config, q.target, role, q.ranks, have, size)
     left = have - found.peak
     data = {
@@ -773,13 +776,14 @@ def judge(q: Question, role: str, have: int, size: int) -> tuple[Finding, Estima
         "peak_gib": found.peak / GIB,
         "headroom_gib": left / GIB,
         "largest_token_budget": budget,
+        "squeezed_token_budget": squeezed,
         "largest_anchor_chunk": None if role == "target" else chunk,
         "moment": found.moment,
         "parts_gib": {part: n / GIB for part, n in found.parts.items()},
     }
-    largest = f"largest --token-budget {budget}" + (
-        f", --anchor-chunk {chunk} of {q.config.anchors}" if role != "target" else ""
-    )
+    largest = f"largest --token-budget {budget}"
+    largest += f" ({squeezed} if the allocator leaves no holes)" if squeezed > budget else ""
+    largest += f", --anchor-chunk {chunk} of {q.config.anchors}" if role != "target" else ""
     told = f"{gib(found.peak)} of {gib(have)} GiB at its peak ({found.moment})"
     if left < 0:
         tp = smallest_target_tp(q.config, q.target, q.ranks // q.nodes, have, size) if role == "target" else 0

@@ -3,6 +3,7 @@ does not fit, or runs out, ends with one line.
 """
 
 import dataclasses
+import itertools
 import json
 import os
 import re
@@ -234,13 +235,15 @@ def test_search_is_a_scan(most):
 @pytest.mark.parametrize("name", ["smollm2-135m", "qwen3-8b"])
 def test_the_largest_budget_fits_and_the_next_does_not(folders, name, card):
     q, have = question(folders[name]), memory.parse_memory(card)
-    for role in memory.ROLES:
-        budget = memory.largest_token_budget(q.resolved, q.target, role, q.ranks, have)
+    for role, squeezed in itertools.product(memory.ROLES, (False, True)):
+        asked = (q.resolved, q.target, role, q.ranks, have)
+        budget = memory.largest_token_budget(*asked, squeezed=squeezed)
         for tokens in (budget, budget + 128) if budget < headroom.MOST_TOKENS else (budget,):
-            fits = (
-                memory.estimate(q.resolved(tokens), q.target, role, q.ranks).peak <= have if tokens else True
-            )
+            c = q.resolved(tokens or 128)
+            spared = headroom.holes(c, c.drafter(q.target), role, 2) if squeezed else 0
+            fits = memory.estimate(c, q.target, role, q.ranks).peak - spared <= have if tokens else True
             assert fits == (tokens == budget), (role, tokens)
+        assert budget >= memory.largest_token_budget(*asked)
 
 
 def test_the_largest_chunk_fits_and_the_next_does_not(folders):
@@ -413,6 +416,11 @@ def test_the_automatic_budget_is_the_largest_that_leaves_the_headroom(launcher, 
     have = int(2560 * memory.MIB * 0.9)
     budgets = [memory.largest_token_budget(q.resolved, q.target, r, 2, have) for r in ("drafter", "target")]
     assert c["token_budget"] == min(budgets) and min(budgets) % 128 == 0 and budgets[0] != budgets[1]
+    squeezed = min(
+        memory.largest_token_budget(q.resolved, q.target, r, 2, have, squeezed=True)
+        for r in ("drafter", "target")
+    )
+    assert f"auto: {min(budgets)}; up to {squeezed} may run" in ended.text and squeezed > min(budgets)
 
 
 def test_an_automatic_budget_needs_a_gpu(launcher, small, tmp_path):
