@@ -21,7 +21,7 @@ CONTEXT = {"drafter": 1320 * MIB, "target": 770 * MIB, "colocate": 1320 * MIB}  
 BARE_CONTEXT = 400 * MIB  # of it before any kernel is loaded; 620 MiB on an H200, the less the safer
 NCCL = 780 * MIB  # communicators of a rank that has peers; measured on two H200: 770, of a target 600
 HOLES = 1.1  # times a context tensor of each layer and a slot tensor: what the allocator leaves open
-WORKSPACE = {"drafter": 150 * MIB, "target": 150 * MIB, "colocate": 150 * MIB}  # of products, and rounding
+WORKSPACE = 150 * MIB  # of products, and rounding
 CPU_BASE = 700 * MIB  # a process that has imported torch
 TIGHT = 0.05  # less headroom than this share of the card is worth a warning
 MOST_TOKENS = 1 << 22
@@ -138,7 +138,7 @@ def finish(parts: dict[str, int], c, d: DrafterConfig, role: str, ranks: int, si
     if size == 4:
         return parts | {"CUDA and NCCL": CPU_BASE}
     outside = CONTEXT[role] + (NCCL if ranks > 1 else 0)
-    return parts | {"allocator": WORKSPACE[role] + holes(c, d, role, size), "CUDA and NCCL": outside}
+    return parts | {"allocator": WORKSPACE + holes(c, d, role, size), "CUDA and NCCL": outside}
 
 
 def holes(c, d: DrafterConfig, role: str, size: int) -> int:
