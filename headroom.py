@@ -13,6 +13,7 @@ from collections.abc import Callable
 
 import torch
 
+import muon
 from model import TILE, DrafterConfig, TargetConfig
 
 GIB, MIB = 2**30, 2**20
@@ -111,7 +112,7 @@ def moments(c, t: TargetConfig, d: DrafterConfig, role: str, size: int) -> dict[
         for moment, all_of_it in d.context_moments(tokens, slots, chunks, size).items():
             found[moment] = {"context": all_of_it}
         if c.optimizer == "muon":
-            found["update of the weights"] = {"activations": d.muon_bytes()}
+            found["update of the weights"] = {"activations": muon.step_bytes(d.matrices(), c.drafters)}
     return found
 
 

@@ -1023,17 +1023,6 @@ class DrafterConfig:
         selector = anchors * (self.block_size - 1) * self.selector_rank * (self.hidden + self.selector_top_k)
         return 2.0 * (3 * (of_slots + of_context + selector) + 2 * head + 3.5 * attention)
 
-    def muon_flops(self) -> float:
-        """Of a step of Muon: five Newton-Schulz rounds a matrix."""
-        return sum(5.0 * (4 * min(s) ** 2 * max(s) + 2 * min(s) ** 3) for s in self.matrices())
-
-    def muon_bytes(self) -> int:
-        """Of a step of Muon: a copy of the matrices to go back to; of the largest the update in fp32, two of
-        it in bf16, and two products of its shorter side.
-        """
-        rows, columns = max(self.matrices(), key=math.prod)
-        return 4 * sum(map(math.prod, self.matrices())) + 8 * rows * columns + 4 * min(rows, columns) ** 2
-
     def context_bytes(self, tokens: int, size: int = 2) -> int:
         """What is kept of the context, from the output of fc to each layer's keys and values."""
         kv = self.kv_heads * self.head_dim

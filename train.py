@@ -566,7 +566,8 @@ class Job:
             self.drafter = Drafter(d, *tables, seed=c.seed, in_fp8=c.fp8).to(self.device)
             self.drafter.dpace = c.loss_weights == "dpace"
             if c.optimizer == "muon":
-                self.optimizer = muon.Muon(self.drafter, c.lr)
+                group = self.world.draft_group if self.world.drafters > 1 else None
+                self.optimizer = muon.Muon(self.drafter, c.lr, group)
             else:
                 self.optimizer = torch.optim.AdamW(
                     self.drafter.parameters(), lr=c.lr, betas=(0.9, 0.95), weight_decay=0.0, fused=True

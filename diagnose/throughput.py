@@ -611,13 +611,17 @@ def ceiling_of(gpu: str) -> float:
 
 
 def paper_times(q: Question, gpu: str, nvlink: float) -> Times:
-    """Seconds of a batch from useful work alone, and what the GPUs of a target send each other."""
+    """Seconds of a batch from useful work alone, and what the GPUs of a target send each other. The update is
+    that of one drafter; several share Muon's out and take less.
+    """
+    import muon
+
     ceiling = ceiling_of(gpu)
     if not ceiling:
         raise ValueError(f"--simulate: gpu={gpu} is not known: give one of {', '.join(GPUS)}, or the times")
     theirs, ours = q.work()
     moved = 28 * q.drafter.parameters()  # AdamW reads and writes weights, moments and gradients in fp32
-    more = q.drafter.muon_flops() / ceiling / PAPER if q.config.optimizer == "muon" else 0.0
+    more = muon.step_flops(q.drafter.matrices()) / ceiling / PAPER if q.config.optimizer == "muon" else 0.0
     output = 2 * q.config.token_budget * q.target.hidden  # of a layer, in bf16; two all-reduces add it up
     shared = (max(q.drafter.ids) + 1) * 2 * output * 2 * (q.tp - 1) / q.tp / nvlink
     features = theirs / q.tp / ceiling / PAPER + shared

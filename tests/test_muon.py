@@ -15,6 +15,7 @@ import checkpoint
 import model
 import muon
 import train
+from world import World
 
 LR = 0.01
 
@@ -114,6 +115,47 @@ def test_a_skipped_step_leaves_everything_as_it_is(first, spoil, weight):
     update(skipping, 3)
     update(plain, 3)
     assert same(held(skipping), held(plain)) and not same(held(skipping), after)
+
+
+def shared_by_three(rank: int) -> None:
+    """Each rank steps its own share of the matrices; all end as one that steps them all, to the last bit."""
+    world = World("colocate", 3)
+    world.join("cpu", allow_cpu=True)
+    ours, alone = job_of(make_drafter(**model.DFLASH2)), job_of(make_drafter(**model.DFLASH2))
+    ours.optimizer = muon.Muon(ours.drafter, LR, world.draft_group)
+    for seed, spoil in ((1, 0.0), (2, 0.0), (3, math.nan), (4, 0.0)):
+        update(ours, seed, spoil=spoil)
+        update(alone, seed, spoil=spoil)
+        assert same(held(ours), held(alone)), (rank, seed)
+    owners = ours.optimizer.owners
+    assert set(owners) == {0, 1, 2} and alone.optimizer.owners == [0] * len(owners)
+    if rank:  # and a rank that did nothing of its own would have stayed behind
+        mine = {id(p) for p, owner in zip(ours.optimizer.matrices, owners, strict=True) if owner == rank}
+        still = make_drafter(**model.DFLASH2)
+        pairs = zip(ours.optimizer.matrices, muon.Muon(still, LR).matrices, strict=True)
+        assert mine and not any(torch.equal(a, b) for a, b in pairs)
+    world.leave()
+
+
+def test_drafters_share_the_matrices_out(launcher):
+    launcher.call(3, "test_muon.shared_by_three").good()
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 8])
+def test_the_shares_are_even(ranks):
+    shapes = 5 * [(4096, 4096), (1024, 4096), (12288, 4096), (4096, 12288)] + [(4096, 20480)]
+    owners = muon.share_out(shapes, ranks)
+    work = [
+        sum(math.prod(s) * min(s) for s, owner in zip(shapes, owners, strict=True) if owner == rank)
+        for rank in range(ranks)
+    ]
+    largest = max(math.prod(s) * min(s) for s in shapes)
+    assert min(work) > 0 and max(work) - min(work) <= largest
+    copies = muon.step_bytes(shapes, ranks) - muon.step_bytes(shapes, len(shapes))
+    assert copies == max(
+        4 * sum(math.prod(s) for s, owner in zip(shapes, owners, strict=True) if owner == rank)
+        for rank in range(ranks)
+    ) - 4 * max(map(math.prod, shapes))
 
 
 def test_a_checkpoint_brings_it_back(tmp_path):
