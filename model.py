@@ -1348,8 +1348,8 @@ class Drafter(nn.Module):
 
     def context_keys_values(self, features_TKH: Tensor, positions_T: Tensor) -> ContextKV:
         """Each layer's context keys and values [T, G, D]; no layer norm on the context."""
-        run = self.run_context if torch.is_grad_enabled() else Drafter.project_context
-        return run(self, features_TKH, *self.angles(positions_T))
+        with torch.enable_grad():  # see `hidden`
+            return self.run_context(self, features_TKH, *self.angles(positions_T))
 
     def angles(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         self.freq = self.freq.to(positions.device)  # once: a copy from the host would wait for the device
@@ -1368,16 +1368,21 @@ class Drafter(nn.Module):
         ]
 
     def hidden(self, kv: ContextKV, blocks: Blocks) -> Tensor:
-        """Final normed block states [S, H] for the blocks of a chunk."""
+        """Final normed block states [S, H] for the blocks of a chunk.
+
+        With gradients, in evaluation too, and even for the frozen embedding: all layers then run one graph
+        and its backward, where each of these cases would be another to compile before the first step.
+        """
         x = F.embedding(blocks.ids_S, self.embedding)
         cos, sin = self.angles(blocks.positions_S)
         ranges = (blocks.starts_A, blocks.ends_A, len(kv[0][0]), self.c.block_size)
         make = block_mask if x.is_cuda else dense_mask
         masks = {window: make(*ranges, window) for window in set(self.c.windows)}
-        for layer, (k, v), window in zip(self.layers, kv, self.c.windows, strict=True):
-            x = self.run_layer(layer, x, k, v, cos, sin, masks[window])
-        run_norm = self.run_norm if torch.is_grad_enabled() else RMSNorm.forward  # one graph less to compile
-        return run_norm(self.norm, x)
+        with torch.enable_grad():
+            x.requires_grad_()
+            for layer, (k, v), window in zip(self.layers, kv, self.c.windows, strict=True):
+                x = self.run_layer(layer, x, k, v, cos, sin, masks[window])
+            return self.run_norm(self.norm, x)
 
     def extend_context(self, features_PQKH: Tensor, first_P: Tensor, caches: list[KeysValues]) -> None:
         """Cache the context keys and values of Q tokens of each of P rows, from position first_P on."""
@@ -1410,7 +1415,9 @@ class Drafter(nn.Module):
 
     def forward(self, kv: ContextKV, blocks: Blocks) -> tuple[Tensor, Tensor]:
         """Plain weighted loss sum (fp32 scalar) and the predicted tokens [A, B-1] of a chunk."""
-        h = self.hidden(kv, blocks).unflatten(0, (-1, self.c.block_size))[:, 1:].flatten(0, 1)
+        h = self.hidden(kv, blocks)
+        h = h if torch.is_grad_enabled() else h.detach()
+        h = h.unflatten(0, (-1, self.c.block_size))[:, 1:].flatten(0, 1)
         labels, weights = blocks.labels_AB[:, 1:].flatten(), blocks.weights_AB[:, 1:].flatten()
         head = self.fp8_head or Head(self.head)
         cap, run_rows, drafted = self.c.softcap, self.run_loss, self.c.block_size - 1

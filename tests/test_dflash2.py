@@ -244,7 +244,7 @@ def test_a_window_that_looks_both_ways_inside_the_block(block_size, window):
 
 
 def test_compiled_layer_and_selector_equal_eager():
-    """Whole graphs of static shapes: two for the layers, as in DFlash, one for the selector's loss."""
+    """Whole graphs of static shapes: one for the layers, as in DFlash, one for the selector's loss."""
     row, drafter, features = make_row(**SMALL), make_drafter(layers=3, windows=(0,) * 3), make_features(96)
     expected, without = test_drafter.gradients(drafter, row, features)
     torch._dynamo.reset()
@@ -256,7 +256,7 @@ def test_compiled_layer_and_selector_equal_eager():
         loss, grads = test_drafter.gradients(drafter, row, features)
         torch.testing.assert_close(loss, expected)
         torch.testing.assert_close(grads, without, rtol=1e-4, atol=1e-5)
-        assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 3
+        assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2
     torch._dynamo.reset()
 
 
