@@ -233,8 +233,8 @@ def read_metrics(run: Path, most: int = 0) -> list[dict]:
     return records
 
 
-def draw_curves(run: Path, title: str) -> None:
-    """curves.png: loss, acceptance, speed and waits over the steps."""
+def draw_curves(run: Path, title: str, training: str = "training") -> None:
+    """curves.png: loss, acceptance, speed and waits over the steps. `training`: what its loss is called."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -245,7 +245,7 @@ def draw_curves(run: Path, title: str) -> None:
     held_out = [m for m in records if "eval_loss" in m]
     figure, axes = plt.subplots(2, 2, figsize=(11, 7), constrained_layout=True)
     panels = (
-        (axes[0, 0], "loss (cross-entropy, nats)", [("loss", "training")], [("eval_loss", "held out")]),
+        (axes[0, 0], "loss (cross-entropy, nats)", [("loss", training)], [("eval_loss", "held out")]),
         (
             axes[0, 1],
             "tokens per target pass",

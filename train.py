@@ -1133,7 +1133,10 @@ class Pulse:
         )
         for part in textwrap.wrap(line, 100, subsequent_indent=" " * 13, break_on_hyphens=False):
             folder.say(part.replace("\0", " "))  # a source and its number stay together
-        checkpoint.draw_curves(folder.path, f"{self.job.c.folder.name}: {folder.path}")
+        c, training = self.job.c, "training"
+        if c.loss_weights == "dpace" or c.variant == "dflash2":
+            training += ", in a unit of its own"  # other weights, or the selector's loss as well
+        checkpoint.draw_curves(folder.path, f"{c.folder.name}: {folder.path}", training)
 
 
 def duration(seconds: float) -> str:
