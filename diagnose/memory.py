@@ -21,6 +21,7 @@ import argparse
 import contextlib
 import dataclasses
 import json
+import math
 import operator
 import os
 import re
@@ -690,7 +691,7 @@ def parse_memory(text: str) -> int:
         number = float(match[1]) if match else 0.0
     except ValueError:
         number = 0.0
-    if not number > 0:
+    if not 0 < number < math.inf:
         raise argparse.ArgumentTypeError(f"{text!r}: give the memory of a card, such as 96GB or 80GiB")
     unit = (match[2] or "GB").lower()
     return int(number * (MIB if unit == "mib" else GIB if unit == "gib" else 0.99 * GIB))

@@ -2,6 +2,7 @@
 does not fit, or runs out, ends with one line.
 """
 
+import argparse
 import dataclasses
 import itertools
 import json
@@ -262,6 +263,12 @@ def test_the_largest_chunk_fits_and_the_next_does_not(folders):
 )
 def test_cards(text, gib):
     assert memory.parse_memory(text) == int(gib * 2**30)
+
+
+@pytest.mark.parametrize("text", ["0GB", "GB", "infGB", "9" * 400 + "GB"])
+def test_no_cards(text):
+    with pytest.raises(argparse.ArgumentTypeError, match="give the memory of a card"):
+        memory.parse_memory(text)
 
 
 # ---------------------------------------------------------------------------------------------------------
