@@ -160,7 +160,9 @@ class RunFolder:
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
-            raise ValueError(f"{path}: another job runs in this folder: give a new --out") from None
+            raise ValueError(
+                f"{path}: another job runs in this folder: wait for its end, or give a new --out"
+            ) from None
         for pattern in (".step-*", ".curves.*", ".*.json*.*"):  # what a killed job was writing
             for left in path.glob(pattern):
                 shutil.rmtree(left) if left.is_dir() else left.unlink()

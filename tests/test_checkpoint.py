@@ -316,7 +316,7 @@ def test_runs_are_numbered(tmp_path):
 
 def test_a_folder_has_one_job(tmp_path):
     first = checkpoint.RunFolder(tmp_path / "run")
-    with pytest.raises(ValueError, match="another job runs in this folder"):
+    with pytest.raises(ValueError, match="another job runs in this folder: wait for its end"):
         checkpoint.RunFolder(tmp_path / "run")
     checkpoint.write_status(first.path, "running")
     checkpoint.note_failure(first.path, "the first job is gone")  # it is not
