@@ -431,12 +431,13 @@ def load(place: Path, drafter: Drafter, optimizer: torch.optim.Optimizer) -> dic
     """Restore weights and optimizer of a checkpoint into place; returns its state. ValueError if it is not
     whole.
     """
-    state = read_state(place)
+    state, fix = read_state(place), "resume from an older step"
     try:
         weights = load_file(place / "model.safetensors")
         if odd := [name for name, w in weights.items() if not w.isfinite().all()]:
             raise ValueError(f"{odd[0]} is not finite")
         drafter.load_state_dict(weights)
+        fix += f", or begin a new run with its weights: --init-draft {place}"
         device = next(drafter.parameters()).device
         moments = read_moments(place / "optimizer.pt", device)
         check_moments(moments, optimizer, state["step"])
@@ -444,7 +445,7 @@ def load(place: Path, drafter: Drafter, optimizer: torch.optim.Optimizer) -> dic
         optimizer.load_state_dict(moments | {"param_groups": optimizer.state_dict()["param_groups"]})
     except BROKEN as error:
         raise ValueError(
-            f"{place}: not a whole checkpoint of this drafter ({reason(error)}): resume from an older step"
+            f"{place}: not a whole checkpoint of this drafter ({reason(error)}): {fix}"
         ) from None
     return state
 
