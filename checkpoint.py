@@ -105,6 +105,14 @@ def find_checkpoint(path: Path) -> tuple[Path, Path | None]:
     return path, (checkpoints(path) or [None])[-1]
 
 
+def passed_over(run: Path, place: Path | None) -> list[str]:
+    """What a resume from `place` says of later steps whose folders are damaged, and of none at all."""
+    after = int(place.name[5:]) if place and place.name[5:].isdigit() else 0
+    steps = sorted(p for p in run.glob("step-[0-9]*") if p.name[5:].isdigit() and int(p.name[5:]) > after)
+    said = [f"{p} has no state.json: passed over" for p in steps if not (p / "state.json").is_file()]
+    return said if place else [*said, f"{run} has no whole checkpoint: from step 0 on"]
+
+
 def read_config(run: Path) -> dict:
     """The saved config of a run; ValueError if it is none."""
     saved = read_json(run / "config.json", "start the run anew")
