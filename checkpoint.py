@@ -105,6 +105,14 @@ def find_checkpoint(path: Path) -> tuple[Path, Path | None]:
     return path, (checkpoints(path) or [None])[-1]
 
 
+def passed_over(run: Path, place: Path | None) -> list[str]:
+    """What a resume from `place` says of later steps whose folders are damaged, and of none at all."""
+    after = int(place.name[5:]) if place and place.name[5:].isdigit() else 0
+    steps = sorted(p for p in run.glob("step-[0-9]*") if p.name[5:].isdigit() and int(p.name[5:]) > after)
+    said = [f"{p} has no state.json: passed over" for p in steps if not (p / "state.json").is_file()]
+    return said if place else [*said, f"{run} has no whole checkpoint: from step 0 on"]
+
+
 def read_config(run: Path) -> dict:
     """The saved config of a run; ValueError if it is none."""
     saved = read_json(run / "config.json", "start the run anew")
@@ -160,7 +168,9 @@ class RunFolder:
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
-            raise ValueError(f"{path}: another job runs in this folder: give a new --out") from None
+            raise ValueError(
+                f"{path}: another job runs in this folder: wait for its end, or give a new --out"
+            ) from None
         for pattern in (".step-*", ".curves.*", ".*.json*.*"):  # what a killed job was writing
             for left in path.glob(pattern):
                 shutil.rmtree(left) if left.is_dir() else left.unlink()
@@ -429,12 +439,13 @@ def load(place: Path, drafter: Drafter, optimizer: torch.optim.Optimizer) -> dic
     """Restore weights and optimizer of a checkpoint into place; returns its state. ValueError if it is not
     whole.
     """
-    state = read_state(place)
+    state, fix = read_state(place), "resume from an older step"
     try:
         weights = load_file(place / "model.safetensors")
         if odd := [name for name, w in weights.items() if not w.isfinite().all()]:
             raise ValueError(f"{odd[0]} is not finite")
         drafter.load_state_dict(weights)
+        fix += f", or begin a new run with its weights: --init-draft {place}"
         device = next(drafter.parameters()).device
         moments = read_moments(place / "optimizer.pt", device)
         check_moments(moments, optimizer, state["step"])
@@ -442,7 +453,7 @@ def load(place: Path, drafter: Drafter, optimizer: torch.optim.Optimizer) -> dic
         optimizer.load_state_dict(moments | {"param_groups": optimizer.state_dict()["param_groups"]})
     except BROKEN as error:
         raise ValueError(
-            f"{place}: not a whole checkpoint of this drafter ({reason(error)}): resume from an older step"
+            f"{place}: not a whole checkpoint of this drafter ({reason(error)}): {fix}"
         ) from None
     return state
 

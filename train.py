@@ -1494,7 +1494,7 @@ def main() -> int:
         world.together(lambda: refuse_hopeless(c, t, world, with_budget), "memory")
         run, place = choose_run(c, world)
         job = Job(c, t, world, ending, run, place)
-        job.notes += notes + cache.warnings
+        job.notes += notes + cache.warnings + (checkpoint.passed_over(run, place) if c.resume else [])
         job.with_budget = with_budget
         with memory_explained(job):
             train(job)

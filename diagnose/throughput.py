@@ -699,7 +699,8 @@ class Run:
 
     def median(self, key: str) -> float:
         """Of the newest 200 steps; 0 where this is not logged."""
-        return statistics.median(m.get(key, 0.0) for m in self.records[-200:])
+        found = (m.get(key) for m in self.records[-200:])
+        return statistics.median(v if type(v) in (int, float) else 0.0 for v in found)
 
 
 NEEDED = ("step", "step_ms", "tokens_per_s", "wait_target", "wait_drafter")
@@ -843,7 +844,7 @@ def judge_speed(run: Run) -> list[Finding]:
 
 def judge_data(run: Run) -> Finding:
     """Does a GPU stand still while the CPU makes its next batch, and does that hold the run back?"""
-    if not any("wait_data" in m for m in run.records):
+    if not any(type(m.get("wait_data")) in (int, float) for m in run.records):
         return skip("an older version's log: it does not tell the time of making batches", "nproc; top -H")
     share = run.median("wait_data")
     told = f"{100 * share:.0f}% of a step a {'rank' if run.colocate else 'target'} waits for its next batch"

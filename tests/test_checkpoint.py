@@ -314,9 +314,22 @@ def test_runs_are_numbered(tmp_path):
     assert checkpoint.next_free_run(root).name == "1000"
 
 
+def test_steps_that_are_passed_over_are_named(tmp_path):
+    for step in (3, 6, 9):
+        (tmp_path / f"step-{step:06d}").mkdir()
+    (tmp_path / "step-000006" / "state.json").write_text("{}")
+    (tmp_path / "config.json").write_text("{}")
+    run, place = checkpoint.find_checkpoint(tmp_path)
+    assert checkpoint.passed_over(run, place) == [f"{tmp_path}/step-000009 has no state.json: passed over"]
+    (place / "state.json").unlink()
+    run, place = checkpoint.find_checkpoint(tmp_path)
+    *damaged, none = checkpoint.passed_over(run, place)
+    assert place is None and len(damaged) == 3 and none.endswith("no whole checkpoint: from step 0 on")
+
+
 def test_a_folder_has_one_job(tmp_path):
     first = checkpoint.RunFolder(tmp_path / "run")
-    with pytest.raises(ValueError, match="another job runs in this folder"):
+    with pytest.raises(ValueError, match="another job runs in this folder: wait for its end"):
         checkpoint.RunFolder(tmp_path / "run")
     checkpoint.write_status(first.path, "running")
     checkpoint.note_failure(first.path, "the first job is gone")  # it is not

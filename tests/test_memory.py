@@ -2,6 +2,7 @@
 does not fit, or runs out, ends with one line.
 """
 
+import argparse
 import dataclasses
 import itertools
 import json
@@ -220,6 +221,13 @@ def test_tracing_leaves_the_model_as_it_was(capsys):
     assert real == (model.attend, model.dense_mask, model.packed_causal_attention)
 
 
+def test_the_trace_is_held_against_the_step_without_its_update(capsys):
+    """Of so small a batch Muon's update is the largest moment, which is not traced."""
+    few = ("--token-budget", 256, "--anchors", 4, "--draft-layers", 4, "--max-length", 128)
+    code, out, _ = run_script(capsys, "--trace", "--optimizer", "muon", *few)
+    assert code == 0 and "(update of the weights)" in out and "[ok] trace of a drafter" in out
+
+
 # ---------------------------------------------------------------------------------------------------------
 # Budgets
 
@@ -262,6 +270,12 @@ def test_the_largest_chunk_fits_and_the_next_does_not(folders):
 )
 def test_cards(text, gib):
     assert memory.parse_memory(text) == int(gib * 2**30)
+
+
+@pytest.mark.parametrize("text", ["0GB", "GB", "infGB", "9" * 400 + "GB"])
+def test_no_cards(text):
+    with pytest.raises(argparse.ArgumentTypeError, match="give the memory of a card"):
+        memory.parse_memory(text)
 
 
 # ---------------------------------------------------------------------------------------------------------

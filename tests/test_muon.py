@@ -178,6 +178,22 @@ def test_a_checkpoint_brings_it_back(tmp_path):
         checkpoint.load(place, other.drafter, other.optimizer)
 
 
+def test_a_checkpoint_that_counts_the_codebooks_as_matrices_is_refused(tmp_path):
+    """As Muon once did: other parameters have these numbers now. Its weights are still of use."""
+    job = job_of(make_drafter(**model.DFLASH2))
+    update(job, 1)
+    place = checkpoint.save(tmp_path, 1, job.drafter, job.optimizer, {"next_batch": 1, "config": {}}, 0)
+    moments, state = torch.load(place / "optimizer.pt", weights_only=True), {}
+    for i, p in enumerate(sorted(job.drafter.parameters(), key=lambda p: p.dim() != 2)):
+        names = ("momentum_buffer",) if p.dim() == 2 else ("exp_avg", "exp_avg_sq")
+        state[i] = {name: torch.zeros_like(p) for name in names} | {"step": torch.tensor(1.0)}
+    torch.save(moments | {"state": state}, place / "optimizer.pt")
+    before = held(job)
+    with pytest.raises(ValueError, match=r"optimizer\.pt has moments.*--init-draft .*step-000001$"):
+        checkpoint.load(place, job.drafter, job.optimizer)
+    assert same(held(job), before)
+
+
 # ---------------------------------------------------------------------------------------------------------
 # A run
 

@@ -322,6 +322,8 @@ def test_data_that_nobody_waits_for_are_no_bottleneck(job, tmp_path, capsys):
     assert found["data"][0] == "warn" and "a rank waits" in found["data"][1]
     old = Job(tmp_path / "old", drafters=6).write(change=lambda m, i: m.pop("wait_data"))
     assert verdicts(old, capsys)["data"][0] == "skip"
+    lost = Job(tmp_path / "lost", drafters=6).write(change=lambda m, i: m.update(wait_data=None))
+    assert verdicts(lost, capsys)["data"][0] == "skip"
 
 
 def test_slow_target_kernels_are_not_blamed_on_the_data(job, capsys):
