@@ -102,15 +102,27 @@ def find_checkpoint(path: Path) -> tuple[Path, Path | None]:
         raise ValueError(
             f"--resume {path}: neither a run folder nor a checkpoint: give RUN or RUN/step-NNNNNN"
         )
-    return path, (checkpoints(path) or [None])[-1]
+    newest = (checkpoints(path) or [None])[-1]
+    if not newest and (damaged := damaged_steps(path)):  # to start over would delete what is left of it
+        raise ValueError(
+            f"--resume {path}: no whole checkpoint, {damaged[-1].name} has no state.json: put it back, or "
+            "start a new run"
+        )
+    return path, newest
+
+
+def damaged_steps(run: Path, after: int = 0) -> list[Path]:
+    """Checkpoints later than a step that are not whole, oldest first; a killed job leaves none."""
+    found = (p for p in run.glob("step-[0-9]*") if p.name[5:].isdigit() and int(p.name[5:]) > after)
+    return sorted(p for p in found if not (p / "state.json").is_file())
 
 
 def passed_over(run: Path, place: Path | None) -> list[str]:
     """What a resume from `place` says of later steps whose folders are damaged, and of none at all."""
-    after = int(place.name[5:]) if place and place.name[5:].isdigit() else 0
-    steps = sorted(p for p in run.glob("step-[0-9]*") if p.name[5:].isdigit() and int(p.name[5:]) > after)
-    said = [f"{p} has no state.json: passed over" for p in steps if not (p / "state.json").is_file()]
-    return said if place else [*said, f"{run} has no whole checkpoint: from step 0 on"]
+    if not place:
+        return [f"{run} has no checkpoint yet: from step 0 on"]
+    after = int(place.name[5:]) if place.name[5:].isdigit() else 0
+    return [f"{p} has no state.json: passed over" for p in damaged_steps(run, after)]
 
 
 def read_config(run: Path) -> dict:

@@ -269,7 +269,7 @@ def resolve(c: Config, t: TargetConfig, world_size: int, nodes: int) -> Config:
     c.variant = c.variant or "dflash"
     c.block_size = c.block_size or (8 if tiny or c.variant == "dflash2" else 16)
     c.draft_layers = c.draft_layers or (2 if tiny else 5)
-    c.taps = c.taps or 5
+    c.taps = c.taps or len(model.tap_layers(t.layers, 5))
     c.gamma = c.gamma or model.default_gamma(c.block_size)
     c.max_length = c.max_length or min(4096, t.max_position, c.token_budget)
     c.anchors = c.anchors or max(1, c.token_budget // 4)
@@ -321,6 +321,8 @@ def check_flags(c: Config, t: TargetConfig) -> None:
         raise ValueError(
             f"--block-size {c.block_size}: a block is one real token and at least one drafted: give 2 or more"
         )
+    if c.taps > (most := len(model.tap_layers(t.layers, c.taps))) and not c.init_draft:
+        raise ValueError(f"--taps {c.taps}: this target has {most} layers to tap: give at most {most}")
     if c.max_length > t.max_position:
         raise ValueError(
             f"--max-length {c.max_length}: the target takes {t.max_position} positions: give less"

@@ -322,9 +322,14 @@ def test_steps_that_are_passed_over_are_named(tmp_path):
     run, place = checkpoint.find_checkpoint(tmp_path)
     assert checkpoint.passed_over(run, place) == [f"{tmp_path}/step-000009 has no state.json: passed over"]
     (place / "state.json").unlink()
+    with pytest.raises(ValueError, match=r"no whole checkpoint, step-000009 has no state\.json: put it back"):
+        checkpoint.find_checkpoint(tmp_path)
+    for step in (3, 6, 9):
+        (tmp_path / f"step-{step:06d}").rmdir()
     run, place = checkpoint.find_checkpoint(tmp_path)
-    *damaged, none = checkpoint.passed_over(run, place)
-    assert place is None and len(damaged) == 3 and none.endswith("no whole checkpoint: from step 0 on")
+    assert place is None and checkpoint.passed_over(run, place) == [
+        f"{tmp_path} has no checkpoint yet: from step 0 on"
+    ]
 
 
 def test_a_folder_has_one_job(tmp_path):
