@@ -205,8 +205,9 @@ def parse_flags(argv: list[str] | None = None, restarted: str = "") -> Config:
             how = {"type": str, "nargs": "+"}
         elif f.type is bool:
             how = {"action": "store_true"}
-        flag = "--" + f.name.replace("_", "-")
-        parser.add_argument(flag, default=argparse.SUPPRESS, help=f.metadata["help"], **how)
+        flag, default = "--" + f.name.replace("_", "-"), getattr(Config, f.name, None)
+        shown = f" ({default})" if default and default != -1 else ""  # else the text says what is chosen
+        parser.add_argument(flag, default=argparse.SUPPRESS, help=f.metadata["help"] + shown, **how)
     given = vars(parser.parse_args(argv))
     check_values(given, "--{}: give another value")
     saved = {}
