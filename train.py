@@ -88,7 +88,11 @@ def option(default, text: str):
 
 @dataclasses.dataclass
 class Config:
-    """The flags. 0 or empty means: chosen for the target and the world size (`resolve`)."""
+    """The flags. 0 or empty means: chosen for the target and the world size (`resolve`).
+
+    To add one: check it in `check_flags`; name it in `gate`'s key if it changes what is compiled, in
+    `changed_flags` if it changes the arithmetic, in headroom.py if it changes the memory, and in the README.
+    """
 
     target: str = option("", "Hugging Face folder of the target LLM (default: the built-in tiny one)")
     target_backend: str = option("native", "native, or transformers for what model.py does not know")
@@ -545,7 +549,7 @@ class Job:
         self.hurried = False  # saved at once after a signal
         self.shapes = message_shapes(c, self.drafter_config, self.dtype)
         # The targets are ahead of the drafters; ranks that do both are not, and can stop at once.
-        ahead = 0 if world.colocate else c.depth - (-world.targets // c.batches_per_step)
+        ahead = 0 if world.colocate else c.depth + math.ceil(world.targets / c.batches_per_step)
         self.stop_notice = 1 if world.colocate else 1 + c.depth
         self.control = Control(world, 1 + ahead, CONTROL_FIELDS)
         self.loading = stream.Waits(world.device)  # for batches that the CPU is still making
@@ -697,7 +701,11 @@ class Colocated:
     def announce(self, step: int) -> None:
         pass
 
-    announce_evaluation = release = lambda self: None
+    def announce_evaluation(self) -> None:
+        pass
+
+    def release(self) -> None:
+        pass
 
     @torch.no_grad()
     def train(self, b: int) -> tuple[data.Batch, Tensor]:
