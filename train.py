@@ -911,25 +911,14 @@ def evaluate(job: Job, feed: Streamed | Colocated) -> dict:
     c, sources = job.c, job.facts["sources"]
     totals = torch.zeros(6, device=job.device)
     by_slot = torch.zeros(2, c.block_size - 1, device=job.device)
-    walked = torch.zeros(2, len(sources), dtype=torch.float64)
+    walked = torch.zeros(2, len(sources), device=job.device)
     for j in range(job.facts["eval_batches"]):
-        if job.world.drafter_of(j) != job.world.rank:
-            continue
-        batch, features_TKH = feed.evaluation(j)
-        kv = job.drafter.context_keys_values(features_TKH, job.put(batch.positions_T))
-        anchors_A, prefixes = every_anchor(batch, c.anchor_chunk), []
-        for blocks in to_blocks(job, batch, anchors_A):
-            loss, predicted = job.drafter(kv, blocks)
-            right, supervised, prefix = found = outcomes(predicted, blocks)
-            totals += measure(loss, found, blocks)
-            by_slot += torch.stack([right.sum(0), supervised.sum(0)])
-            prefixes.append(prefix)
-        prefix_T, real = torch.zeros(c.token_budget, dtype=torch.int64), anchors_A >= 0
-        prefix_T[anchors_A[real]] = torch.cat(prefixes).cpu()[real]
-        for document, tokens, drafted in model.walk_answers(prefix_T, batch.mask_T, batch.doc_T):
-            walked[:, batch.source_D[document]] += torch.tensor([tokens, drafted])
-        feed.release()
-    walked = walked.to(job.device, torch.float32)
+        if job.world.drafter_of(j) == job.world.rank:
+            for sums, more in zip(
+                (totals, by_slot, walked), evaluate_batch(job, *feed.evaluation(j)), strict=True
+            ):
+                sums += more
+            feed.release()
     for sums in (totals, by_slot, walked):
         dist.all_reduce(sums, group=job.world.draft_group)
     loss, weight, right, slots, prefix, blocks_seen = totals.tolist()
@@ -943,6 +932,27 @@ def evaluate(job: Job, feed: Streamed | Colocated) -> dict:
         "eval_acc_by_slot": (by_slot[0] / by_slot[1].clamp(min=1)).tolist(),
         "eval_tau_by_source": {s: a / b for s, a, b in zip(sources, tokens, drafted, strict=True) if b},
     }
+
+
+def evaluate_batch(job: Job, batch: data.Batch, features_TKH: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """fp32 sums: those of `measure`; right and supervised slots [2, B-1]; tokens and blocks of the walk, by
+    source [2, sources].
+    """
+    c, totals, by_slot = job.c, torch.zeros(6, device=job.device), 0
+    kv = job.drafter.context_keys_values(features_TKH, job.put(batch.positions_T))
+    anchors_A, prefixes = every_anchor(batch, c.anchor_chunk), []
+    for blocks in to_blocks(job, batch, anchors_A):
+        loss, predicted = job.drafter(kv, blocks)
+        right, supervised, prefix = found = outcomes(predicted, blocks)
+        totals += measure(loss, found, blocks)
+        by_slot = by_slot + torch.stack([right.sum(0), supervised.sum(0)])
+        prefixes.append(prefix)
+    prefix_T, real = torch.zeros(c.token_budget, dtype=torch.int64), anchors_A >= 0
+    prefix_T[anchors_A[real]] = torch.cat(prefixes).cpu()[real]
+    walked = torch.zeros(2, len(job.facts["sources"]))
+    for document, tokens, drafted in model.walk_answers(prefix_T, batch.mask_T, batch.doc_T):
+        walked[:, batch.source_D[document]] += torch.tensor([tokens, drafted])
+    return totals, by_slot, walked.to(job.device)
 
 
 def decode_held_out(job: Job) -> float:
