@@ -52,7 +52,14 @@ RENDER_LIMIT_S = 20.0  # a worker silent for so long is stuck in its template an
 MOST_FILE_BYTES = 256 << 20  # of a tokenizer, a template, a config
 RENDER_LIMIT_BYTES = 2 << 30  # address space a worker may add to what it holds once the tokenizer is loaded
 KEPT_BAD_LINES = 1000  # that many are listed in the report; all are counted
-ROLES = {"system", "developer", "user", "assistant", "tool"}
+COMES_AFTER = {
+    "system": ("start",),
+    "developer": ("start",),
+    "user": ("start", "system", "developer", "assistant"),
+    "assistant": ("user", "tool"),
+    "tool": ("assistant", "tool"),
+}
+ROLES = set(COMES_AFTER)
 SHAREGPT_ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "model": "assistant"}
 SHAREGPT_ROLES |= {"function": "tool", "observation": "tool"} | {role: role for role in ROLES}
 
@@ -582,20 +589,17 @@ def check_messages(messages) -> list[dict]:
             "the conversation is not a list of messages" if messages != [] else "the conversation is empty"
         )
     before = "start"
-    after = {
-        "system": {"start"},
-        "developer": {"start"},
-        "assistant": {"user", "tool"},
-        "tool": {"assistant", "tool"},
-    }
     for number, message in enumerate(messages, 1):
         if not isinstance(message, dict):
             raise BadLine(f"message {number} is not an object")
         role = message.get("role")
         if not isinstance(role, str) or role not in ROLES:
             raise BadLine(f"message {number} has the unknown role {short(repr(role), 40)}")
-        if before not in after.get(role, {"start", "system", "developer", "assistant"}):
-            raise BadLine(f"roles out of order: message {number} is {role} after {before}")
+        if before not in COMES_AFTER[role]:
+            taken = " or ".join(COMES_AFTER[role])
+            raise BadLine(
+                f"roles out of order: message {number} is {role} after {before}; it comes after {taken} only"
+            )
         content = text_of(message.get("content"), f"content of message {number}")
         if role == "assistant" and not content.strip():
             raise BadLine(f"empty answer (message {number})")
