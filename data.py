@@ -744,8 +744,13 @@ def pair_tokens(tokenizer: Tokenizer, prompt: str, response: str, finished: bool
     return tokenizer.backend.prefix() + ids, [0] * len(tokenizer.backend.prefix()) + mask
 
 
-def given_tokens(tokenizer: Tokenizer, record: dict) -> tuple[list[int], list[int]]:
-    ids, mask = record["input_ids"], record["loss_mask"]
+def check_pair(prompt, response) -> tuple[str, str]:
+    if not text_of(response, "response").strip():
+        raise BadLine("empty answer (response)")
+    return text_of(prompt, "prompt"), response
+
+
+def check_ids(ids, mask, limit: int) -> tuple[list[int], list[int]]:
     if not isinstance(ids, list) or not isinstance(mask, list) or len(ids) != len(mask) or not ids:
         raise BadLine("input_ids and loss_mask are not two lists of one length, one entry or more")
     limit = tokenizer.vocab_size
@@ -757,15 +762,20 @@ def given_tokens(tokenizer: Tokenizer, record: dict) -> tuple[list[int], list[in
     return ids, [int(m) for m in mask]
 
 
-def record_tokens(tokenizer: Tokenizer, record: dict, max_length: int) -> tuple[list[int], list[int], str]:
-    """(ids, mask, shape) of a record; shape is chat, text or ids. BadLine tells why it cannot be used."""
-    finished = record.get("finished", True) is not False
-    if "messages" in record or "conversations" in record or ("prompt" in record and "response" in record):
-        if tokenizer.template is None and "prompt" in record:
-            return *pair_tokens(tokenizer, record["prompt"], record["response"], finished, max_length), "chat"
-        return *chat_tokens(tokenizer, conversation_of(record), finished, max_length), "chat"
+def content_of(tokenizer: Tokenizer, record: dict):
+    """(shape, content) of a record: chat, messages; pair, (prompt, response) for want of a chat template;
+    ids, (ids, mask); text, the text. BadLine tells why it cannot be used.
+    """
+    source = record.get("source", "")
+    if not isinstance(source, str) or len(source) > 200:
+        raise BadLine("source is not a short text")
+    pair = "prompt" in record and "response" in record
+    if pair and tokenizer.template_text is None:
+        return "pair", check_pair(record["prompt"], record["response"])
+    if "messages" in record or "conversations" in record or pair:
+        return "chat", conversation_of(record)
     if "input_ids" in record and "loss_mask" in record:
-        return *given_tokens(tokenizer, record), "ids"
+        return "ids", check_ids(record["input_ids"], record["loss_mask"], tokenizer.vocab_size)
     if "text" in record:
         if not text_of(record["text"], "text").strip():
             raise BadLine("empty text")
@@ -781,6 +791,20 @@ def short(text: str, length: int) -> str:
     """One printable line of at most so many characters."""
     text = " ".join(text[: 20 * length].split())
     text = "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in text)
+def record_tokens(tokenizer: Tokenizer, record: dict, max_length: int) -> tuple[list[int], list[int], str]:
+    """(ids, mask, shape) of a record; shape is chat, text or ids. BadLine tells why it cannot be used."""
+    shape, content = content_of(tokenizer, record)
+    finished = record.get("finished", True) is not False
+    if shape == "pair":
+        return *pair_tokens(tokenizer, *content, finished, max_length), "chat"
+    if shape == "chat":
+        return *chat_tokens(tokenizer, content, finished, max_length), "chat"
+    if shape == "ids":
+        return *content, "ids"
+    ids = tokenizer.backend.prefix() + tokens_with_offsets(tokenizer, content, max_length)[0]
+    return ids, [0] + [1] * (len(ids) - 1), "text"
+
+
     return text if len(text) <= length else text[: length - 1] + "…"
 
 
@@ -966,14 +990,12 @@ class Chunk:
         self.example = None
 
     def add(self, tokenizer: Tokenizer, record: dict, max_length: int) -> None:
-        source = record.get("source", self.stem)
-        if not isinstance(source, str) or len(source) > 200:
-            raise BadLine("source is not a short text")
         ids, mask, shape = record_tokens(tokenizer, record, max_length)
         ids, mask = np.array(ids, np.int32), np.array(mask, np.uint8)
         self.counts["truncated"] += len(ids) > max_length
         ids, mask = ids[:max_length], mask[:max_length]
         supervised = int(mask.sum())
+        source = record.get("source", self.stem)
         self.counts["seen_tokens"] += len(ids)
         self.counts["seen_supervised"] += supervised
         if shape == "chat":
