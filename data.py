@@ -1,6 +1,6 @@
 """Training data: read JSONL, tokenize it with the target's tokenizer and chat template, pack, place anchors.
 
-    python data.py --target DIR FILE...     # check a data set: every bad line, documents, tokens, supervised share
+    python data.py --target DIR FILE...  # every bad line, documents, tokens, supervised share
 
 One record a line, in one of five shapes:
     {"messages": [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]}
