@@ -1,6 +1,6 @@
 """Training data: read JSONL, tokenize it with the target's tokenizer and chat template, pack, place anchors.
 
-    python data.py --target DIR FILE...     # check a data set: documents, tokens, supervised share, bad lines
+    python data.py --target DIR FILE...  # every bad line, documents, tokens, supervised share
 
 One record a line, in one of five shapes:
     {"messages": [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]}
@@ -33,7 +33,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -52,13 +52,28 @@ RENDER_LIMIT_S = 20.0  # a worker silent for so long is stuck in its template an
 MOST_FILE_BYTES = 256 << 20  # of a tokenizer, a template, a config
 RENDER_LIMIT_BYTES = 2 << 30  # address space a worker may add to what it holds once the tokenizer is loaded
 KEPT_BAD_LINES = 1000  # that many are listed in the report; all are counted
-ROLES = {"system", "developer", "user", "assistant", "tool"}
+COMES_AFTER = {
+    "system": ("start",),
+    "developer": ("start",),
+    "user": ("start", "system", "developer", "assistant"),
+    "assistant": ("user", "tool"),
+    "tool": ("assistant", "tool"),
+}
+ROLES = set(COMES_AFTER)
 SHAREGPT_ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "model": "assistant"}
 SHAREGPT_ROLES |= {"function": "tool", "observation": "tool"} | {role: role for role in ROLES}
 
 
 class BadLine(ValueError):
     """A record that cannot be used; the message is the reason."""
+
+
+class BadData(ValueError):
+    """A data set that cannot be used; `report` holds what was found in it until then."""
+
+    def __init__(self, message: str, report: Report):
+        super().__init__(message)
+        self.report = report
 
 
 # ----------------------------------------------------------------------------------------------------------
@@ -582,20 +597,17 @@ def check_messages(messages) -> list[dict]:
             "the conversation is not a list of messages" if messages != [] else "the conversation is empty"
         )
     before = "start"
-    after = {
-        "system": {"start"},
-        "developer": {"start"},
-        "assistant": {"user", "tool"},
-        "tool": {"assistant", "tool"},
-    }
     for number, message in enumerate(messages, 1):
         if not isinstance(message, dict):
             raise BadLine(f"message {number} is not an object")
         role = message.get("role")
         if not isinstance(role, str) or role not in ROLES:
             raise BadLine(f"message {number} has the unknown role {short(repr(role), 40)}")
-        if before not in after.get(role, {"start", "system", "developer", "assistant"}):
-            raise BadLine(f"roles out of order: message {number} is {role} after {before}")
+        if before not in COMES_AFTER[role]:
+            taken = " or ".join(COMES_AFTER[role])
+            raise BadLine(
+                f"roles out of order: message {number} is {role} after {before}; it comes after {taken} only"
+            )
         content = text_of(message.get("content"), f"content of message {number}")
         if role == "assistant" and not content.strip():
             raise BadLine(f"empty answer (message {number})")
@@ -730,9 +742,7 @@ def chat_tokens(tokenizer: Tokenizer, messages: list[dict], finished: bool = Tru
 
 def pair_tokens(tokenizer: Tokenizer, prompt: str, response: str, finished: bool, max_length: int):
     """(ids, mask) of prompt + response for a folder without a chat template: plain text, then end of text."""
-    if not text_of(response, "response").strip():
-        raise BadLine("empty answer (response)")
-    text = text_of(prompt, "prompt") + response
+    text = prompt + response
     ids, offsets = tokens_with_offsets(tokenizer, text, max_length)
     mask = [int(b > len(prompt) and not text[a : len(prompt)].strip()) for a, b in offsets]
     if finished and tokenizer.eos_ids:
@@ -740,11 +750,15 @@ def pair_tokens(tokenizer: Tokenizer, prompt: str, response: str, finished: bool
     return tokenizer.backend.prefix() + ids, [0] * len(tokenizer.backend.prefix()) + mask
 
 
-def given_tokens(tokenizer: Tokenizer, record: dict) -> tuple[list[int], list[int]]:
-    ids, mask = record["input_ids"], record["loss_mask"]
+def check_pair(prompt, response) -> tuple[str, str]:
+    if not text_of(response, "response").strip():
+        raise BadLine("empty answer (response)")
+    return text_of(prompt, "prompt"), response
+
+
+def check_ids(ids, mask, limit: int) -> tuple[list[int], list[int]]:
     if not isinstance(ids, list) or not isinstance(mask, list) or len(ids) != len(mask) or not ids:
         raise BadLine("input_ids and loss_mask are not two lists of one length, one entry or more")
-    limit = tokenizer.vocab_size
     wrong = [i for i in ids if type(i) is not int or not 0 <= i < limit]
     if wrong:
         raise BadLine(f"input_ids holds {short(repr(wrong[0]), 40)}; the tokenizer has ids 0 to {limit - 1}")
@@ -753,24 +767,42 @@ def given_tokens(tokenizer: Tokenizer, record: dict) -> tuple[list[int], list[in
     return ids, [int(m) for m in mask]
 
 
-def record_tokens(tokenizer: Tokenizer, record: dict, max_length: int) -> tuple[list[int], list[int], str]:
-    """(ids, mask, shape) of a record; shape is chat, text or ids. BadLine tells why it cannot be used."""
-    finished = record.get("finished", True) is not False
-    if "messages" in record or "conversations" in record or ("prompt" in record and "response" in record):
-        if tokenizer.template is None and "prompt" in record:
-            return *pair_tokens(tokenizer, record["prompt"], record["response"], finished, max_length), "chat"
-        return *chat_tokens(tokenizer, conversation_of(record), finished, max_length), "chat"
+def content_of(tokenizer: Tokenizer, record: dict):
+    """(shape, content) of a record: chat, messages; pair, (prompt, response) for want of a chat template;
+    ids, (ids, mask); text, the text. BadLine tells why it cannot be used.
+    """
+    source = record.get("source", "")
+    if not isinstance(source, str) or len(source) > 200:
+        raise BadLine("source is not a short text")
+    pair = "prompt" in record and "response" in record
+    if pair and tokenizer.template_text is None:
+        return "pair", check_pair(record["prompt"], record["response"])
+    if "messages" in record or "conversations" in record or pair:
+        return "chat", conversation_of(record)
     if "input_ids" in record and "loss_mask" in record:
-        return *given_tokens(tokenizer, record), "ids"
+        return "ids", check_ids(record["input_ids"], record["loss_mask"], tokenizer.vocab_size)
     if "text" in record:
         if not text_of(record["text"], "text").strip():
             raise BadLine("empty text")
-        ids = tokenizer.backend.prefix() + tokens_with_offsets(tokenizer, record["text"], max_length)[0]
-        return ids, [0] + [1] * (len(ids) - 1), "text"
+        return "text", record["text"]
     keys = ", ".join(map(repr, list(record)[:6])) or "nothing"
     raise BadLine(
         f"no messages, conversations, prompt+response, text or input_ids+loss_mask, only {short(keys, 100)}"
     )
+
+
+def record_tokens(tokenizer: Tokenizer, record: dict, max_length: int) -> tuple[list[int], list[int], str]:
+    """(ids, mask, shape) of a record; shape is chat, text or ids. BadLine tells why it cannot be used."""
+    shape, content = content_of(tokenizer, record)
+    finished = record.get("finished", True) is not False
+    if shape == "pair":
+        return *pair_tokens(tokenizer, *content, finished, max_length), "chat"
+    if shape == "chat":
+        return *chat_tokens(tokenizer, content, finished, max_length), "chat"
+    if shape == "ids":
+        return *content, "ids"
+    ids = tokenizer.backend.prefix() + tokens_with_offsets(tokenizer, content, max_length)[0]
+    return ids, [0] + [1] * (len(ids) - 1), "text"
 
 
 def short(text: str, length: int) -> str:
@@ -962,10 +994,8 @@ class Chunk:
         self.example = None
 
     def add(self, tokenizer: Tokenizer, record: dict, max_length: int) -> None:
-        source = record.get("source", self.stem)
-        if not isinstance(source, str) or len(source) > 200:
-            raise BadLine("source is not a short text")
         ids, mask, shape = record_tokens(tokenizer, record, max_length)
+        source = record.get("source", self.stem)
         ids, mask = np.array(ids, np.int32), np.array(mask, np.uint8)
         self.counts["truncated"] += len(ids) > max_length
         ids, mask = ids[:max_length], mask[:max_length]
@@ -1069,14 +1099,14 @@ def load_corpus(
     tokenizer: Tokenizer,
     max_length: int,
     cache_dir,
-    max_bad_lines: int = 100,
+    max_bad_lines: int | None = 100,
     workers: int | None = None,
 ) -> Corpus:
     """Tokenize JSONL files, or open what an earlier call made of the same content, tokenizer and template.
 
     Concurrent ranks may call it at once: one tokenizes, the others wait. ValueError: a file is missing,
     more than max_bad_lines bad lines, nothing or everything of the conversations supervised, a template out
-    of bounds.
+    of bounds. max_bad_lines None: any number of them, and all that are read now are listed in the report.
     """
     files = [Path(f) for f in ([files] if isinstance(files, (str, Path)) else files)]
     missing = next((f for f in files if not f.is_file()), None)
@@ -1209,7 +1239,7 @@ def open_corpus(folder: Path, files: list[Path]) -> Corpus | None:
     return corpus if whole else None
 
 
-def build_corpus(files, tokenizer, max_length: int, folder: Path, max_bad_lines: int, workers: int) -> None:
+def build_corpus(files, tokenizer, max_length: int, folder: Path, max_bad_lines: int | None, workers: int):
     """Tokenize into a folder beside the final one, then rename it. Raises what is wrong with the data."""
     for left in folder.parent.glob(f"{folder.name}.tmp-*"):
         shutil.rmtree(left, ignore_errors=True)  # of a process that died; whoever lives would hold the lock
@@ -1254,7 +1284,7 @@ def chunks_of(path: Path):
         yield line, b"".join(kept)
 
 
-def tokenize(files, tokenizer, max_length: int, folder: Path, max_bad_lines: int, workers: int):
+def tokenize(files, tokenizer, max_length: int, folder: Path, max_bad_lines: int | None, workers: int):
     """Run the workers over all chunks, write their results in order. Returns (Report, names of sources)."""
     from tqdm import tqdm
 
@@ -1315,7 +1345,7 @@ def tokenize(files, tokenizer, max_length: int, folder: Path, max_bad_lines: int
 
 
 def take(
-    job, future, report: Report, sources: dict, ends: list, writers: dict, bar, max_bad_lines: int
+    job, future, report: Report, sources: dict, ends: list, writers: dict, bar, max_bad_lines: int | None
 ) -> None:
     """Write one chunk's result and add it to the report."""
     (path, _, body), (head, data) = job, future.result()
@@ -1341,14 +1371,14 @@ def take(
     report.special_seen = sorted({*report.special_seen, *head["special"]})
     report.example = report.example or head.get("example")
     report.bad += len(head["bad"])
-    room = KEPT_BAD_LINES - len(report.bad_lines)
+    room = None if max_bad_lines is None else KEPT_BAD_LINES - len(report.bad_lines)
     report.bad_lines += [(str(path), line, reason) for line, reason in head["bad"][:room]]
     bar.update(len(body or b""))
     check_bad_lines(report, max_bad_lines)
 
 
-def check_bad_lines(report: Report, max_bad_lines: int) -> None:
-    if report.bad > max_bad_lines:
+def check_bad_lines(report: Report, max_bad_lines: int | None) -> None:
+    if max_bad_lines is not None and report.bad > max_bad_lines:
         first = "; ".join(bad_line(entry) for entry in report.bad_lines[:3])
         raise ValueError(
             f"more than {max_bad_lines} bad lines: {first}; correct the data, or raise --max-bad-lines"
@@ -1356,20 +1386,22 @@ def check_bad_lines(report: Report, max_bad_lines: int) -> None:
 
 
 def check_supervision(report: Report, tokenizer: Tokenizer, files: list[Path]) -> None:
-    """ValueError where the loss mask cannot be right: none or all of the conversations supervised."""
+    """BadData where the loss mask cannot be right: none or all of the conversations supervised."""
     where = ", ".join(map(str, files[:3])) + (", ..." if len(files) > 3 else "")
     if report.chat_tokens and report.chat_supervised in (0, report.chat_tokens):
         share = "0%" if report.chat_supervised == 0 else "100%"
-        raise ValueError(
+        raise BadData(
             f"{where}: {share} of the conversations' tokens are supervised: the chat template of "
             f"{tokenizer.folder} does not mark who speaks, or max_length cuts off every answer; rendered: "
-            f"{short(repr(report.example), 300)}; use the model's own chat template, or raise max_length"
+            f"{short(repr(report.example), 300)}; use the model's own chat template, or raise max_length",
+            report,
         )
     if report.documents == 0:
         first = f"first {bad_line(report.bad_lines[0])}" if report.bad_lines else "no line holds a record"
-        raise ValueError(
+        raise BadData(
             f"{where}: no document to train on ({report.no_anchor} without two supervised tokens in a row, "
-            f"{report.bad} bad lines; {first}); give records with answers"
+            f"{report.bad} bad lines; {first}); give records with answers",
+            report,
         )
 
 
@@ -1627,7 +1659,8 @@ def choose_mask_token(
     )
 
 
-def main() -> None:
+def main() -> int:
+    """Exit 0: train.py takes the data; 1: it does not, or there is no such file or model."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -1636,26 +1669,45 @@ def main() -> None:
         "--target", required=True, help="model folder with the tokenizer and its chat template"
     )
     parser.add_argument("--max-length", type=int, default=4096, help="tokens of a document")
-    parser.add_argument("--max-bad-lines", type=int, default=100)
+    parser.add_argument(
+        "--max-bad-lines", type=int, default=100, help="exit 1 above it (100, as train.py); all are printed"
+    )
     parser.add_argument("--cache", default=None, help="folder for the tokens (default: a temporary one)")
     args = parser.parse_args()
+    try:
+        return check(args)
+    except ValueError as error:
+        raise SystemExit(f"data: {error}") from None
+    except BrokenPipeError:  # `| head` has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        return 141
+
+
+def check(args: argparse.Namespace) -> int:
+    """Print every bad line, their number in each file, what is in the data; the exit code."""
+    tokenizer = load_tokenizer(args.target)
+    unusable, start = None, time.monotonic()
     with tempfile.TemporaryDirectory() as temporary:
-        start = time.monotonic()
         try:
-            tokenizer = load_tokenizer(args.target)
-            corpus = load_corpus(
-                args.files, tokenizer, args.max_length, args.cache or temporary, args.max_bad_lines
-            )
-        except ValueError as error:
-            raise SystemExit(f"data: {error}") from None
-        seconds = time.monotonic() - start
-    print(f"{corpus.report}; {seconds:.1f} s, {corpus.report.seen_tokens / seconds / 1e6:.2f} Mtok/s")
-    for entry in corpus.report.bad_lines[:10]:
+            report = load_corpus(args.files, tokenizer, args.max_length, args.cache or temporary, None).report
+            if len(report.bad_lines) < report.bad:  # from the cache, where train.py lists the first ones
+                report = load_corpus(args.files, tokenizer, args.max_length, temporary, None).report
+        except BadData as error:
+            report, unusable = error.report, error
+    seconds = time.monotonic() - start
+    for entry in report.bad_lines:
         print("bad line", bad_line(entry))
+    for file, count in Counter(file for file, _, _ in report.bad_lines).items():
+        print(f"{file}: {count:,} bad lines")
+    if unusable:
+        raise unusable
+    print(f"{report}; {seconds:.1f} s, {report.seen_tokens / seconds / 1e6:.2f} Mtok/s", flush=True)
+    check_bad_lines(report, args.max_bad_lines)
+    return 0
 
 
 if __name__ == "__main__":
     if sys.argv[1:] == ["--worker"]:
         worker_main()
     else:
-        main()
+        sys.exit(main())

@@ -66,6 +66,7 @@ CHUNK = 1024  # of which so many of a row at a time: the mask is [W, W] otherwis
 FEW = 8  # rows of the smallest prefill on a GPU; larger ones are powers of two: one graph for each
 FREE = 1 / 16  # of the rows wait for each other, so that few are not prefilled for themselves
 STEPS = 8  # steps of all rows between two looks at them, on a GPU
+LISTED = 10  # bad lines of the prompts
 ROWS, CPU_ROWS = 256, 32  # where memory allows
 ATTEMPTS, BACKOFF_S = 8, 1.0  # of a request, and the wait between the first two: 1, 2, 4, ... s, at most 60
 MOST_REFUSED = 20  # requests a server may refuse before it has answered one
@@ -100,11 +101,11 @@ class Item:
 
 
 def read_items(files: list[str], chat: bool, every_turn: bool) -> list[Item]:
-    """Every prompt of JSONL files; ValueError names the first bad line and counts the others."""
+    """Every prompt of JSONL files; ValueError lists the first bad lines and counts the others."""
     items, bad = [], []
     for name in files:
         try:
-            lines = Path(name).read_bytes().splitlines()
+            lines = Path(name).read_bytes().split(b"\n")  # as data.py counts them
         except OSError as error:
             raise ValueError(
                 f"--prompts {name}: cannot be read ({error.strerror}): give a JSONL file"
@@ -122,31 +123,45 @@ def read_items(files: list[str], chat: bool, every_turn: bool) -> list[Item]:
                 continue
             items.append(Item(where, record, turns, text, str(record.get("source", Path(name).stem))))
     if bad:
-        others = f" (and {len(bad) - 1:,} lines more)" if bad[1:] else ""
-        raise ValueError(f"{bad[0]}{others}: correct or remove this line: python data.py FILE shows them all")
+        raise ValueError(refusal(bad))
     if not items:
         raise ValueError(f"--prompts {' '.join(files)}: no prompts: give JSONL with messages, prompt or text")
     return items
 
 
+def refusal(bad: list[str]) -> str:
+    """The first bad line and what to do in one line, then some of the others."""
+    told = f"{bad[0]}: correct or remove this line"
+    if not bad[1:]:
+        return told
+    others = [f"    {line}" for line in bad[1:LISTED]]
+    others += [f"    and {len(bad) - LISTED:,} more"] if bad[LISTED:] else []
+    return "\n".join([f"{told}, and {len(bad) - 1:,} more:", *others])
+
+
 def questions(record: dict, chat: bool, every_turn: bool) -> tuple[list[list[dict]], str]:
     """(messages up to each answer, ""), or ([], text to go on from), which a `prompt` is for want of a chat
-    template.
+    template. BadLine: there is nothing to answer.
     """
     if "messages" in record or "conversations" in record:
         messages = data.conversation_of(record) if decode.has_answer(record) else record["messages"]
         ends = [i for i, m in enumerate(messages) if m["role"] == "assistant"]
         ends += [] if messages[-1]["role"] == "assistant" else [len(messages)]
+        ends = ends if every_turn else ends[-1:]
+        for end in ends:
+            if end and messages[end - 1]["role"] == "user" and not messages[end - 1]["content"].strip():
+                raise data.BadLine(f"empty question (message {end})")
         if not every_turn:
-            return [messages[: ends[-1]]], ""
+            return [messages[: ends[0]]], ""
         starts = [0, *(end + 1 for end in ends)]
         return [messages[a:b] for a, b in zip(starts, ends, strict=False)], ""
-    if "prompt" in record and chat:
-        return [[{"role": "user", "content": data.text_of(record["prompt"], "prompt")}]], ""
     name = "prompt" if "prompt" in record else "text"
     if name not in record:
         raise data.BadLine("no messages, prompt or text")
-    return [], data.text_of(record[name], name)
+    text = data.text_of(record[name], name)
+    if not text.strip():
+        raise data.BadLine(f"empty {name}")
+    return ([[{"role": "user", "content": text}]], "") if name == "prompt" and chat else ([], text)
 
 
 def name_items(items: list[Item], settings: list) -> None:

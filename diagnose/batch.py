@@ -230,24 +230,23 @@ def find_lines(run: Run, tokenizer, documents: list[Document]) -> None:
 
 
 def match(run: Run, tokenizer, tried: list[Document], line: str, record: dict) -> None:
-    """Give the record to the first document that has its tokens."""
-    kind, messages, rendered = "ids", [], ""
-    if "messages" in record or "conversations" in record or ("prompt" in record and "response" in record):
-        if tokenizer.template_text is None and "prompt" in record:
-            kind = "pair"
-            end = tokenizer.decode(tokenizer.eos_ids[:1]) if record.get("finished", True) is not False else ""
-            rendered = record["prompt"] + record["response"] + end
-        else:
-            kind, messages = "chat", data.conversation_of(record)
-            answer = next(m["content"] for m in messages if m["role"] == "assistant").split("</think>")[-1]
-            # Asking the template is slow: look first whether the answer's first word is there.
-            start = normal(answer.split()[0][:20]) if answer.split() else ""
-            if not any(len(d.ids) >= run.c.max_length or start in normal(d.text) for d in tried):
-                return
-            rendered = tokenizer.render(messages)
-    elif "text" in record and not ("input_ids" in record and "loss_mask" in record):
-        kind, rendered = "text", record["text"]
-    ids = record["input_ids"] if kind == "ids" else tokenizer.encode(rendered)
+    """Give the record to the first document that has its tokens. ValueError: it makes no document."""
+    kind, content = data.content_of(tokenizer, record)  # as training takes it: both call the same lines bad
+    messages, rendered = [], ""
+    if kind == "pair":
+        end = tokenizer.decode(tokenizer.eos_ids[:1]) if record.get("finished", True) is not False else ""
+        rendered = "".join(content) + end
+    elif kind == "chat":
+        messages = content
+        answer = next(m["content"] for m in messages if m["role"] == "assistant").split("</think>")[-1]
+        # Asking the template is slow: look first whether the answer's first word is there.
+        start = normal(answer.split()[0][:20]) if answer.split() else ""
+        if not any(len(d.ids) >= run.c.max_length or start in normal(d.text) for d in tried):
+            return
+        rendered = tokenizer.render(messages)
+    elif kind == "text":
+        rendered = content
+    ids = content[0] if kind == "ids" else tokenizer.encode(rendered)
     if kind in ("text", "pair"):
         ids = tokenizer.backend.prefix() + ids
         rendered = tokenizer.decode(tokenizer.backend.prefix()) + rendered

@@ -16,12 +16,14 @@ import argparse
 import json
 import os
 import platform
+import shlex
 import sys
 import time
 import traceback
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
+LONGEST_FIX = 1000  # characters of a command to paste
 STATES = ("ok", "warn", "skip", "FAIL", "CRASH")
 
 
@@ -55,6 +57,18 @@ def skip(message: str, fix: str, *, name: str = "", **data) -> Finding:
 def set_aside(file: str, functions: str) -> str:
     """The fix for a rule that an edit broke; git keeps the edit."""
     return f"git stash push -- {file}  # sets your edit of {functions} aside; back with: git stash pop"
+
+
+def again(script: str) -> str:
+    """The command that shows the traceback: this script's own flags, none for one that `diagnose` asked."""
+    words = ["python", "-m", "diagnose" if script == "diagnose" else f"diagnose.{script}", "--traceback"]
+    called = Path(sys.argv[0])
+    if script == (called.parent.name if called.stem == "__main__" else called.stem):
+        words += [flag for flag in sys.argv[1:] if flag != "--traceback"]
+    command = shlex.join(words)
+    if len(command) <= LONGEST_FIX:
+        return command
+    return f"{command[:LONGEST_FIX].rpartition(' ')[0]} …  # and the other flags as before"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -137,10 +151,8 @@ class Report:
     def _crash(self, name: str, error: BaseException) -> Finding:
         frames = traceback.extract_tb(error.__traceback__)
         place = f" at {Path(frames[-1].filename).name}:{frames[-1].lineno}" if frames else ""
-        script = self.section or self.script
-        module = "diagnose" if script == "diagnose" else f"diagnose.{script}"
         message = f"{type(error).__name__}: {error}{place}"
-        return Finding("CRASH", message, f"python -m {module} --traceback", name)
+        return Finding("CRASH", message, again(self.section or self.script), name)
 
     def finish(self, args: argparse.Namespace | None = None) -> int:
         """Print the verdict, write the JSON, give the exit code."""

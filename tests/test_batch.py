@@ -158,6 +158,26 @@ def test_lines_are_found_behind_bad_and_blank_ones(tmp_path):
     only(view)
 
 
+BAD_RECORDS = [
+    {"question": "a", "answer": "b"}, {"prompt": "a"}, {"text": 5}, {"text": None}, {"text": " "}, {},
+    {"prompt": "a", "response": 5}, {"prompt": None, "response": "b"}, {"prompt": "a", "response": ""},
+    {"input_ids": 5, "loss_mask": 5}, {"input_ids": [5, "x"], "loss_mask": [1, 1]}, {"input_ids": [5]},
+    {"messages": None}, {"messages": [5]}, {"messages": [], "prompt": "a"}, {"conversations": {}},
+    {"messages": [{"role": "tool", "content": "a"}]}, {"text": "Good text.", "source": 5},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("template", [None, ""])
+def test_lines_that_training_skips_are_skipped(tmp_path, template):
+    """Before, between and after good ones: nothing crashes, and no document is said to come from them."""
+    records = [r for bad in BAD_RECORDS for r in (bad, {"text": "Good text."})]
+    view = look_at(tmp_path, [*records, *BAD_RECORDS], template)
+    assert view.run.batches.corpus.report.bad == 2 * len(BAD_RECORDS)
+    lines = sorted(int(d.line.rpartition(":")[2]) for d in view.documents)
+    assert lines == list(range(2, 2 * len(BAD_RECORDS) + 1, 2))
+    only(view)
+
+
 def test_cut_documents(tmp_path):
     view = look_at(tmp_path, [chat("Tell me.", "word " * 400 + "é")] * 2, None, "--max-length", "100")
     only(view)

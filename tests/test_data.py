@@ -464,7 +464,8 @@ BAD = {
     "assistant first": (said("assistant", "user"), "roles out of order"),
     "two users": (said("user", "user", "assistant"), "roles out of order"),
     "two assistants": (said("user", "assistant", "assistant"), "roles out of order"),
-    "late system": (said("user", "system", "assistant"), "roles out of order"),
+    "late system": (said("user", "system", "assistant"), "system after user; it comes after start only"),
+    "tool first": (said("tool", "assistant"), "tool after start; it comes after assistant or tool only"),
     "no assistant": (said("user"), "no assistant"),
     "empty answer": (swap(chat(), 1, content=" \n"), "empty answer"),
     "empty response": ({"prompt": "a", "response": ""}, "empty answer"),
@@ -887,3 +888,33 @@ def test_command_line_reports_and_refuses_in_one_line(json_base, tmp_path):
     assert good.returncode == 0 and "1 documents" in good.stdout and "d.jsonl:2: not JSON" in good.stdout
     bad = subprocess.run([*command, "--max-bad-lines", "0"], capture_output=True, text=True)
     assert bad.returncode == 1 and "Traceback" not in bad.stderr and "bad lines" in bad.stderr
+
+
+@pytest.mark.parametrize("usable", [True, False])
+def test_command_line_prints_every_bad_line(json_base, tmp_path, usable):
+    """Also where training would have given up, or has kept the first ones only; then with exit code 1."""
+    folder = model_folder(json_base, tmp_path)
+    one = write_lines(tmp_path / "one.jsonl", [*[b"oops"] * 150, chat() if usable else b"oops"])
+    two = write_lines(tmp_path / "two.jsonl", [{"text": 5}, {"prompt": "a"}] * 500)
+    cache = tmp_path / "cache"
+    if usable:
+        data.load_corpus([one, two], data.load_tokenizer(folder), 4096, cache, 2000)
+    command = [sys.executable, str(ROOT / "data.py"), "--target", str(folder), str(one), str(two)]
+    done = subprocess.run([*command, "--cache", str(cache)], capture_output=True, text=True)
+    told = done.stdout.splitlines()
+    first = [f"bad line {one}:{n}:" for n in range(1, 151 if usable else 152)]
+    wanted = first + [f"bad line {two}:{n}:" for n in range(1, 1001)]
+    bad = [line for line in told if line.startswith("bad line ")]
+    assert [line[: len(want)] for line, want in zip(bad, wanted, strict=True)] == wanted
+    rest = told[len(bad) :]
+    assert rest[:2] == [f"{one}: {len(first)} bad lines", f"{two}: 1,000 bad lines"]
+    assert done.returncode == 1 and "Traceback" not in done.stderr
+    assert ("data: more than 100 bad lines" if usable else "no document to train on") in done.stderr
+
+
+def test_command_line_takes_what_training_takes(json_base, tmp_path):
+    folder = model_folder(json_base, tmp_path)
+    path = write_lines(tmp_path / "d.jsonl", [chat(), *[b"oops"] * 100])
+    command = [sys.executable, str(ROOT / "data.py"), "--target", str(folder), str(path)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0 and done.stdout.count("bad line ") == 100

@@ -602,6 +602,16 @@ BAD_LINES = {
     "the conversation is empty": b'{"messages": []}',
     "prompt is int": b'{"prompt": 3}',
     "nested too deeply": b'{"prompt": "a", "x": ' + b"[" * 10**5 + b"]" * 10**5 + b"}",
+    "empty prompt": b'{"prompt": " \\n"}',
+    "empty text": b'{"text": ""}',
+    "empty question (message 1)": b'{"messages": [{"role": "user", "content": ""}]}',
+    "empty question (message 3)": json.dumps(
+        {
+            "messages": [
+                {"role": r, "content": c} for r, c in (("user", "a"), ("assistant", "b"), ("user", " "))
+            ]
+        }
+    ).encode(),
     "half a surrogate pair": b'{"prompt": "a", "id": "\\ud800"}',
 }
 
@@ -612,7 +622,44 @@ def test_bad_lines_are_named(said, tmp_path, capsys):
     prompts.write_bytes(b'{"prompt": "a"}\n' + BAD_LINES[said] + b"\n[]\n")
     run("--prompts", prompts, "--out", tmp_path / "out.jsonl", code=2)
     err = capsys.readouterr().err
-    assert f"{prompts}:2: " in err and said in err and "(and 1 lines more)" in err and err.count("\n") == 1
+    first, second = err.splitlines()
+    assert f"{prompts}:2: " in first and said in first
+    assert first.endswith(": correct or remove this line, and 1 more:")
+    assert second == f"    {prompts}:3: a JSON list, not an object"
+
+
+@pytest.mark.parametrize("bad", [1, 9, 10, 11, 30])
+def test_ten_bad_lines_are_listed_and_the_others_counted(bad, tmp_path, capsys):
+    """Over all files, every good line left out."""
+    files = [tmp_path / "one.jsonl", tmp_path / "two.jsonl"]
+    files[0].write_text('{"prompt": "a"}\n[]\n')
+    files[1].write_text('{"prompt": "a"}\n' + "[]\n" * (bad - 1))
+    places = [f"{files[0]}:2", *(f"{files[1]}:{n}" for n in range(2, bad + 1))]
+    with pytest.raises(ValueError) as error:
+        generate.read_items([str(f) for f in files], True, False)
+    told = str(error.value).splitlines()
+    assert told[0].endswith(f"this line, and {bad - 1} more:" if bad > 1 else "this line")
+    listed = [line.strip() for line in told if "JSON list" in line]
+    assert [line[: len(p) + 1] for line, p in zip(listed, places, strict=False)] == [
+        f"{p}:" for p in places[:10]
+    ]
+    assert told[len(listed) :] == ([f"    and {bad - 10} more"] if bad > 10 else [])
+
+
+def test_lines_are_counted_as_in_training(tmp_path):
+    """A lone carriage return ends no line."""
+    prompts = tmp_path / "asked.jsonl"
+    prompts.write_bytes(b'{"prompt":\r"a"}\r\n\r\n[]\r\n')
+    with pytest.raises(ValueError, match=r"asked\.jsonl:3: a JSON list, not an object: .* this line$"):
+        generate.read_items([str(prompts)], True, False)
+
+
+def test_an_empty_turn_that_is_not_answered_anew_is_kept():
+    turns = zip(("user", "assistant") * 2, (" ", "b", "c", "d"), strict=True)
+    record = {"messages": [{"role": role, "content": c} for role, c in turns]}
+    assert generate.questions(record, True, False) == ([record["messages"][:3]], "")
+    with pytest.raises(data.BadLine, match=r"empty question \(message 1\)"):
+        generate.questions(record, True, True)
 
 
 def test_an_output_that_is_not_ours_is_not_touched(some, tmp_path, capsys):

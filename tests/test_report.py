@@ -2,6 +2,7 @@
 
 import importlib
 import json
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -51,6 +52,35 @@ def test_crash_stays_alone_and_is_not_ready(capsys):
     assert "ZeroDivisionError" in out[0] and "test_report.py" in out[0]
     assert out[-1] == "NOT READY: 1 FAIL (raises), 3 CRASH (breaks, leaves, nothing)"
     assert sum(line.startswith("    fix: ") for line in out) == 4
+
+
+@pytest.mark.parametrize(
+    ("called", "script", "section", "flags"),
+    [
+        ("/a/diagnose/batch.py", "batch", "", ["--target", "a dir", "--data", "x.jsonl", "it's"]),
+        ("/a/diagnose/__main__.py", "diagnose", "", ["--strict", "--json", "out file"]),
+        ("/a/diagnose/__main__.py", "diagnose", "batch", []),  # batch does not know the flags of diagnose
+        ("/usr/bin/pytest", "batch", "", []),
+    ],
+)
+def test_fix_of_a_crash_is_the_same_command_with_its_flags(monkeypatch, called, script, section, flags):
+    given = flags or ["--strict", "--json", "out file"]
+    for more in ([], ["--traceback"]):
+        monkeypatch.setattr(sys, "argv", [called, *given, *more])
+        report = Report(script, parse_args("", []), quiet=True)
+        report.section = section
+        report.run("breaks", lambda: 1 / 0)
+        module = ".".join(dict.fromkeys(["diagnose", section or script]))
+        assert shlex.split(report.checks[0]["fix"]) == ["python", "-m", module, "--traceback", *flags]
+
+
+def test_fix_of_a_crash_with_very_many_flags_is_cut_and_says_so(monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["diagnose/batch.py", "--data", *(f"{n:05d}.jsonl" for n in range(999))])
+    report = Report("batch", quiet=True)
+    report.run("breaks", lambda: 1 / 0)
+    fix = report.checks[0]["fix"]
+    assert fix.startswith("python -m diagnose.batch --traceback --data 00000.jsonl 00001.jsonl ")
+    assert fix.endswith(".jsonl …  # and the other flags as before") and len(fix) < 1100
 
 
 def test_interrupt_is_not_swallowed():
