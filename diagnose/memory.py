@@ -666,8 +666,8 @@ def run_suite(report: Report, only: str, cache: str) -> None:
             if role != "target":
                 first.setdefault(" ".join(flags), (name, "drafter", flags, f"{file}.cold"))
         report.say(
-            f"{len(first)} configurations are compiled side by side, then {len(jobs)} measured one after "
-            f"another, about {len(jobs) / 2:g} minutes"
+            f"compiling {len(first)} configuration(s) side by side, then measuring {len(jobs)} in turn: "
+            f"about {len(jobs) / 2:g} minutes"
         )
         begun = time.perf_counter()
         for child in [start(job, True) for job in first.values()]:
@@ -955,8 +955,7 @@ def check_host(q: Question, role: str) -> None:
     have = host_memory()
     if need > have:
         raise ValueError(
-            f"--measure: no GPU, and in fp32 on the CPU {said(need)} are needed, {said(have)} are free: "
-            "measure on a GPU, or a smaller target"
+            f"--measure: the CPU needs {said(need)}, {said(have)} are free: use a GPU or a smaller target"
         )
 
 
@@ -983,9 +982,7 @@ def main(argv: list[str] | None = None) -> int:
         if not 0 <= args.headroom < 100:
             raise ValueError(f"--headroom {args.headroom:g}: a percentage, 0 to 99")
         if args.suite and not torch.cuda.is_available():
-            raise ValueError(
-                "--suite: measures on a GPU, none is here: see python -m diagnose.env, or leave it out"
-            )
+            raise ValueError("--suite: no GPU here to measure on: start it where torch sees one")
         if args.measure:
             check_host(q, args.role)
     except ValueError as error:

@@ -470,7 +470,7 @@ def test_measuring_on_the_cpu_is_refused_where_memory_does_not_suffice(monkeypat
     monkeypatch.setattr(memory, "host_memory", lambda: need)
     memory.check_host(q, "")
     monkeypatch.setattr(memory, "host_memory", lambda: need - 1)
-    with pytest.raises(ValueError, match="--measure: no GPU"):
+    with pytest.raises(ValueError, match="--measure: the CPU needs"):
         memory.check_host(q, "")
 
 
@@ -530,7 +530,7 @@ def test_no_process_of_the_suite_outlives_it(tmp_path):
         with contextlib.suppress(ProcessLookupError):
             os.killpg(suite.pid, signal.SIGKILL)
         out, _ = suite.communicate()
-    assert ended and out.startswith("1 configurations are compiled side by side, then 1 measured")
+    assert ended and out.startswith("compiling 1 configuration(s) side by side, then measuring 1 in turn: ")
 
 
 # ---------------------------------------------------------------------------------------------------------
