@@ -20,6 +20,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+import functools
 import json
 import math
 import operator
@@ -60,8 +61,10 @@ from headroom import (
     said,
     smallest_target_tp,
 )
-from model import TILE, TargetConfig
+from model import TargetConfig
 from world import refuse
+
+LEAST_CHUNK = 64  # anchors: of smaller chunks the products are too small for a GPU
 
 # ---------------------------------------------------------------- traced
 
@@ -610,12 +613,26 @@ SUITE = (  # those with the same shapes next to each other: the second finds the
 
 def measured_child(flags: list[str], role: str, file: str, compile_only: bool) -> None:
     """One configuration in a process of its own; what it says goes to a log next to its result."""
+    end_with_the_suite()
     log = os.open(f"{file}.log", os.O_WRONLY | os.O_CREAT, 0o600)
     os.dup2(log, 1)
     os.dup2(log, 2)
     q = Question(flags, 1, 1)
     found = measure(q, "" if role == "colocate" else role, not q.built_in, compile_only)
     write_json(file, found[0])
+
+
+def end_with_the_suite() -> None:
+    """A process of the suite must not outlive it, however that ended: SIGTERM alone would let it go on."""
+    import multiprocessing
+    import signal
+    import threading
+
+    def watch():
+        multiprocessing.parent_process().join()
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    threading.Thread(target=watch, daemon=True).start()
 
 
 def run_suite(report: Report, only: str, cache: str) -> None:
@@ -648,6 +665,10 @@ def run_suite(report: Report, only: str, cache: str) -> None:
         for name, role, flags, file in jobs:
             if role != "target":
                 first.setdefault(" ".join(flags), (name, "drafter", flags, f"{file}.cold"))
+        report.say(
+            f"compiling {len(first)} configuration(s) side by side, then measuring {len(jobs)} in turn: "
+            f"about {len(jobs) / 2:g} minutes"
+        )
         begun = time.perf_counter()
         for child in [start(job, True) for job in first.values()]:
             child.join(150)
@@ -759,8 +780,8 @@ class Question:
         self.train = train
         self.config = self.resolved(asked.token_budget)
 
-    def resolved(self, budget: int):
-        changed = dataclasses.replace(self.asked, token_budget=budget)
+    def resolved(self, budget: int, **more):
+        changed = dataclasses.replace(self.asked, token_budget=budget, **more)
         return self.train.resolve(changed, self.target, self.ranks, self.nodes)
 
 
@@ -783,40 +804,70 @@ def judge(q: Question, role: str, have: int, size: int) -> tuple[Finding, Estima
         "moment": found.moment,
         "parts_gib": {part: n / GIB for part, n in found.parts.items()},
     }
-    largest = f"largest --token-budget {budget}"
+    largest = f"largest --token-budget {budget}" if budget else "no --token-budget fits"
     largest += f" ({squeezed} if the allocator leaves no holes)" if squeezed > budget else ""
-    largest += f", --anchor-chunk {chunk} of {q.config.anchors}" if role != "target" else ""
+    largest += f", --anchor-chunk {chunk} of {q.config.anchors}" if role != "target" and chunk else ""
     told = f"{gib(found.peak)} of {gib(have)} GiB at its peak ({found.moment})"
     if left < 0:
-        tp = smallest_target_tp(q.config, q.target, q.ranks // q.nodes, have, size) if role == "target" else 0
-        fix = train_command(q, budget, chunk if role != "target" else 0, tp)
-        return fail(f"does not fit: {told}; {largest}", fix, **data), found
+        return fail(f"does not fit: {told}; {largest}", launches(q, role, have, size), **data), found
     if left < TIGHT * have:
-        fix = train_command(q, int(budget * 0.95) // TILE * TILE or TILE, 0)
+        fix = launches(q, role, have, size, fits=True)
         return warn(f"fits, but only {gib(left)} GiB are left: {told}; {largest}", fix, **data), found
     return ok(f"fits: {told}, {gib(left)} left; {largest}", **data), found
 
 
-def train_command(q: Question, budget: int, chunk: int, tp: int = 0) -> str:
-    """The launch that would fit: the smaller budget, the smaller chunk, or more ranks a target."""
-    given = dataclasses.asdict(q.asked)
-    default = dataclasses.asdict(type(q.asked)())
-    flags = []
-    for name, value in given.items():
-        if value == default[name] or name == "token_budget" or value == ["any.jsonl"]:
+def launches(q: Question, role: str, have: int, size: int, fits: bool = False) -> str:
+    """The commands that would do: with room to spare, or just so where that would cut documents."""
+    found, cut = smaller(q, role, int((1 - TIGHT) * have), size)
+    if cut and not fits:
+        found, _ = smaller(q, role, have, size)
+    if role == "target" and not fits:
+        tp = smallest_target_tp(q.config, q.target, q.ranks // q.nodes, have, size)
+        found += [f"{train_command(q, target_tp=tp)}  # each target on {tp} GPUs"] if tp else []
+    why = "nothing leaves more room" if fits else "nothing fits"
+    helps = "a larger card, a smaller target or fewer --draft-layers"
+    return "\n".join(found) or f"{train_command(q)}  # {why}: {helps}"
+
+
+def smaller(q: Question, role: str, have: int, size: int) -> tuple[list[str], bool]:
+    """(commands that fit, must the first of them cut documents?): a smaller budget, at smaller chunks where
+    that spares the documents, and the same budget at smaller chunks.
+    """
+    c = q.config
+    length, chunk = min(c.max_length, c.token_budget), c.anchor_chunk
+
+    def largest(chunk: int) -> int:
+        resolved = functools.partial(q.resolved, anchor_chunk=chunk)
+        return min(c.token_budget, largest_token_budget(resolved, q.target, role, q.ranks, have, size))
+
+    budget = largest(chunk)
+    while role != "target" and budget < length and chunk > LEAST_CHUNK:
+        chunk = max(LEAST_CHUNK, chunk // 32 * 16)  # a multiple of 16, for 8-bit products
+        budget = largest(chunk)
+    found, cut = [], budget < length
+    if budget:
+        more = {"anchor_chunk": chunk} if chunk < c.anchor_chunk else {}
+        other = "a larger card" if role == "target" else "fewer --draft-layers or a larger card"
+        note = f"  # cuts documents to {budget} tokens: {other} would not" if cut else ""
+        found.append(train_command(q, token_budget=budget, **more) + note)
+    same = largest_anchor_chunk(c, q.target, role, q.ranks, have, size) if role != "target" else 0
+    if 0 < same < c.anchor_chunk:
+        line = train_command(q, token_budget=c.token_budget, anchor_chunk=same)
+        kept = [] if cut or budget == c.token_budget else found
+        found, cut = [*kept, f"{line}  # the same budget, a chunk at a time"], False
+    return found, cut
+
+
+def train_command(q: Question, **changed) -> str:
+    """The launch that was asked for, but for what is `changed`."""
+    default, flags = dataclasses.asdict(type(q.asked)()), []
+    for name, value in (dataclasses.asdict(q.asked) | changed).items():
+        auto = name == "token_budget" and value < 0
+        if auto or value in (default[name], ["any.jsonl"]):
             continue
         values = value if isinstance(value, list) else [] if value is True else [value]
         flags += ["--" + name.replace("_", "-"), *map(str, values)]
-    start = f"torchrun --nproc_per_node={q.ranks // q.nodes} train.py {shlex.join(flags)}".rstrip()
-    if not budget and not chunk and not tp:
-        return f"{start}  # nothing fits: a larger card, a smaller target or fewer --draft-layers"
-    lines = [f"{start} --token-budget {budget}"] if budget else []
-    if 0 < chunk < q.config.anchor_chunk:
-        kept = ["--token-budget", str(q.config.token_budget), "--anchor-chunk", str(chunk)]
-        lines.append(f"{start} {shlex.join(kept)}  # the same budget, a chunk at a time")
-    if tp:
-        lines.append(f"{start} --target-tp {tp}  # each target on {tp} GPUs")
-    return "\n".join(lines)
+    return f"torchrun --nproc_per_node={q.ranks // q.nodes} train.py {shlex.join(flags)}".rstrip()
 
 
 def compare(report: Report, q: Question, have: int, size: int, png: str | None = None) -> None:
@@ -889,6 +940,34 @@ def checks(report: Report, args=None) -> None:
     report.run("memory", check)
 
 
+def check_host(q: Question, role: str) -> None:
+    """ValueError where the ranks of this node would measure on a CPU that has not the memory for it."""
+    if q.config.device != "cpu" and torch.cuda.is_available():
+        return
+    c, each = q.config, q.ranks // q.nodes
+    drafters = c.drafters // q.nodes
+    ranks = (
+        {"drafter": drafters, "target": each - drafters}
+        if c.layout == "split"
+        else {role or "colocate": each}
+    )
+    need = sum(n * estimate(c, q.target, role, q.ranks, 4).peak for role, n in ranks.items())
+    have = host_memory()
+    if need > have:
+        raise ValueError(
+            f"--measure: the CPU needs {said(need)}, {said(have)} are free: use a GPU or a smaller target"
+        )
+
+
+def host_memory() -> int:
+    """Bytes that this machine, or its container, has available."""
+    from diagnose.env import memory_gib
+
+    files = [Path("/sys/fs/cgroup", name) for name in ("memory.max", "memory.current")]
+    of_group = [file.read_text() if file.is_file() else None for file in files]
+    return int(memory_gib(Path("/proc/meminfo").read_text(), *of_group)[1] * GIB)
+
+
 def main(argv: list[str] | None = None) -> int:
     args, flags = parse(argv)
     rank = int(os.environ.get("RANK", 0))
@@ -902,6 +981,10 @@ def main(argv: list[str] | None = None) -> int:
         q = Question(flags, args.ranks, args.nodes)
         if not 0 <= args.headroom < 100:
             raise ValueError(f"--headroom {args.headroom:g}: a percentage, 0 to 99")
+        if args.suite and not torch.cuda.is_available():
+            raise ValueError("--suite: no GPU here to measure on: start it where torch sees one")
+        if args.measure:
+            check_host(q, args.role)
     except ValueError as error:
         return refuse(f"diagnose.memory: {error}")
     if args.suite:

@@ -643,9 +643,11 @@ def simulate(report: Report, q: Question, text: str, png: str) -> None:
         t, facts = times_of(found), found
     m = Machine(s["gpus"], s["nodes"], s["nvlink"], s["link"])
     t = dataclasses.replace(t, transfer=q.feature_bytes(2) / m.nvlink)
+    about = str(q.config.folder) if q.config.target else "the built-in target, for yours give --target DIR"
+    report.say(f"predicted: {about}; batches of {q.config.token_budget} tokens")
     report.say(
-        f"a batch of {q.config.token_budget} tokens: features {1000 * t.target:.1f} ms, drafter "
-        f"{1000 * t.drafter:.1f} ms, {q.feature_bytes(2) / 1e6:.0f} MB sent in {1000 * t.transfer:.1f} ms; "
+        f"a batch: features {1000 * t.target:.1f} ms, drafter {1000 * t.drafter:.1f} ms, "
+        f"{q.feature_bytes(2) / 1e6:.0f} MB sent in {1000 * t.transfer:.1f} ms; "
         f"gradients {q.gradient / 1e9:.2f} GB"
     )
     recommend(report, q, t, m, facts, png)
@@ -711,6 +713,8 @@ def read_run(path: Path) -> Run:
     import checkpoint
     import train
 
+    if not (path / "config.json").exists():
+        raise ValueError(f"{path} is no run folder, it has no config.json: give one such as runs/001")
     saved = checkpoint.read_config(path)
     size = saved.get("world_size") or 1
     if type(size) is not int:
@@ -881,8 +885,10 @@ def judge_balance(run: Run) -> Finding:
         return fail(told, f"torchrun --nproc_per_node={run.world_size} -m diagnose.comms", **data)
     if max(t, d) <= IDLE:
         return ok(told, **data)
-    side, other = ("targets", "drafters") if t > d else ("drafters", "targets")
-    told += f": the {side} starve, the {other} are the bottleneck"
+    if t > d:
+        told += ": the targets are held up, their buffers are full: the drafters are the bottleneck"
+    else:
+        told += ": the drafters starve, they wait for features: the targets are the bottleneck"
     best, gain, kept = better_split(run)
     if gain < 1.1:
         return ok(f"{told}; no other split of these {run.world_size} ranks is faster", **data)

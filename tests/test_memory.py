@@ -3,16 +3,22 @@ does not fit, or runs out, ends with one line.
 """
 
 import argparse
+import contextlib
 import dataclasses
 import itertools
 import json
 import os
 import re
+import signal
+import subprocess
 import sys
+import time
+from pathlib import Path
 
 import pytest
 import torch
 from conftest import TINY
+from launch import environment
 
 import checkpoint
 import data
@@ -318,7 +324,7 @@ def test_seventy_billion_from_a_config_alone(capsys, folders):
     path = folders["llama-70b"] + "/config.json"
     code, out, _ = run_script(capsys, "--target", path, "--gpu-memory", "80GB", "--ranks", 8)
     assert "target weights" in out and code == 1  # 78 layers of bf16 are more than this card
-    assert "[FAIL] target  does not fit" in out and "largest --token-budget 0" in out
+    assert "[FAIL] target  does not fit" in out and "no --token-budget fits" in out
 
 
 def test_the_built_in_target_fits_this_machine(capsys, tmp_path):
@@ -337,6 +343,42 @@ def test_little_headroom_is_a_warning(capsys, folders):
         capsys, "--target", folders["qwen3-8b"], "--ranks", 1, "--gpu-memory", card, *more
     )
     assert code == 1 and "[FAIL] colocate" in out
+
+
+def flags_of(fix: str) -> list[list[str]]:
+    return [re.search(r"train.py (.*?)(  #|$)", line)[1].split() for line in fix.splitlines()]
+
+
+@pytest.mark.parametrize("card", ["23GB", "24GB", "25GB", "32GB", "40GB", "46GB"])
+@pytest.mark.parametrize("budget", [16384, 131072])
+def test_a_proposed_launch_fits_with_room_and_says_where_it_cuts_documents(folders, card, budget):
+    """Of the chunks asked for and halved, the largest whose budget holds a document of the largest length."""
+    q, have = question(folders["qwen3-8b"], "--token-budget", budget, ranks=8), memory.parse_memory(card)
+    found, _ = memory.judge(q, "drafter", have, 2)
+    assert found.state == ("warn" if (card, budget) == ("46GB", 16384) else "FAIL")
+    assert not re.search(r"--(token-budget|anchor-chunk) 0", found.message + found.fix)
+    uncut, spared = [], int(0.95 * have)  # (room to spare?, chunk, budget) that cut no document
+    for room, chunk in itertools.product((spared, have), (2048, 1024, 512, 256, 128, 64)):
+        at = question(folders["qwen3-8b"], "--token-budget", budget, "--anchor-chunk", chunk, ranks=8)
+        largest = memory.largest_token_budget(at.resolved, at.target, "drafter", 8, room)
+        uncut += [(room < have, min(chunk, largest // 4), largest)] if largest >= 4096 else []
+    for flags, line in zip(flags_of(found.fix), found.fix.splitlines(), strict=True):
+        c = memory.Question(flags, 8, 1)
+        verdict, cut = memory.judge(c, "drafter", have, 2)[0], c.config.token_budget < 4096
+        assert (f"cuts documents to {c.config.token_budget} tokens" in line) == cut
+        with_room = c.config.token_budget == budget or (uncut and uncut[0][0])
+        assert verdict.state == ("ok" if with_room else "warn"), (line, verdict.message)
+    c = memory.Question(flags_of(found.fix)[0], 8, 1).config
+    if c.token_budget != budget:  # not the same budget in smaller chunks
+        least = (min(64, c.token_budget // 4), c.token_budget)
+        assert (c.anchor_chunk, c.token_budget) == (uncut[0][1:] if uncut else least)
+
+
+def test_a_chunk_of_none_is_no_advice(capsys, folders):
+    code, out, _ = run_script(capsys, "--target", folders["qwen3-8b"], "--gpu-memory", "24GB")
+    (fix,) = [line for line in out.splitlines() if "fix: " in line]
+    assert code == 1 and "--token-budget 3968 --anchor-chunk 64  # cuts documents to 3968 tokens" in fix
+    assert "--draft-layers" in fix and "--anchor-chunk 0" not in out
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU to compare with")
@@ -410,6 +452,85 @@ def test_measuring_runs_the_real_loops_on_every_rank(launcher, tmp_path, ranks, 
     assert sorted(m["role"] for m in found) == sorted(roles) or ranks == 3
     assert all(0 < m["device"] < 4 * 2**30 and m["paper"] > m["paper_tensors"] > 0 for m in found)
     assert ended.out[0].splitlines()[-1].startswith("READY") and not any(ended.out[1:])
+
+
+def test_the_suite_is_refused_without_a_gpu(capsys, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(memory, "run_suite", None)  # would crash
+    code, out, err = run_script(capsys, "--suite")
+    assert (code, out) == (2, "") and len(err.splitlines()) == 1 and "--suite: " in err and "GPU" in err
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_measuring_on_the_cpu_is_refused_where_memory_does_not_suffice(monkeypatch, folders, ranks):
+    q = question(folders["smollm2-135m"], "--device", "cpu", ranks=ranks)
+    roles = ["colocate"] if ranks == 1 else ["drafter"] * q.config.drafters
+    roles += ["target"] * (ranks - len(roles))
+    need = sum(memory.estimate(q.config, q.target, role, ranks, 4).peak for role in roles)
+    monkeypatch.setattr(memory, "host_memory", lambda: need)
+    memory.check_host(q, "")
+    monkeypatch.setattr(memory, "host_memory", lambda: need - 1)
+    with pytest.raises(ValueError, match="--measure: the CPU needs"):
+        memory.check_host(q, "")
+
+
+def test_measuring_an_8b_target_on_a_small_machine_is_one_line(capsys, monkeypatch, folders):
+    monkeypatch.setattr(memory, "host_memory", lambda: 16 * memory.GIB)
+    monkeypatch.setattr(memory, "measure", None)  # would crash
+    asked = ("--measure", "--random-weights", "--device", "cpu", "--target", folders["qwen3-8b"])
+    code, out, err = run_script(capsys, *asked)
+    assert (code, out) == (2, "") and len(err.splitlines()) == 1 and "16.0 GiB are free" in err
+
+
+HANGING = """
+import os, signal, sys, time
+from diagnose import memory
+
+def hang(*_):
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # as a rank that finishes its step first
+    with open(sys.argv[1] + ".new", "w") as file:
+        file.write(str(os.getpid()))
+    os.rename(sys.argv[1] + ".new", sys.argv[1])
+    time.sleep(60)
+
+memory.measure = hang
+memory.torch.cuda.is_available = lambda: True
+if __name__ == "__main__":
+    memory.main(["--suite", "--only", "tiny"])
+"""
+
+
+def wait_until(true, seconds: float) -> bool:
+    end = time.monotonic() + seconds
+    while not (found := true()) and time.monotonic() < end:
+        time.sleep(0.05)
+    return found
+
+
+def is_running(pid: int) -> bool:
+    stat = Path(f"/proc/{pid}/stat")
+    with contextlib.suppress(OSError):
+        return stat.read_text().rsplit(")", 1)[1].split()[0] not in "ZX"
+    return False
+
+
+def test_no_process_of_the_suite_outlives_it(tmp_path):
+    """The suite's whole group is told to end, and its children do not listen."""
+    script, file = tmp_path / "suite.py", tmp_path / "pid"
+    script.write_text(HANGING)
+    command, env = [sys.executable, str(script), str(file)], environment(tmp_path)
+    suite = subprocess.Popen(command, env=env, start_new_session=True, stdout=subprocess.PIPE, text=True)
+    try:
+        assert wait_until(file.exists, 60)
+        child = int(file.read_text())
+        assert is_running(child)
+        os.killpg(suite.pid, signal.SIGTERM)
+        ended = wait_until(lambda: not is_running(child), 5)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(suite.pid, signal.SIGKILL)
+        out, _ = suite.communicate()
+    assert ended and out.startswith("compiling 1 configuration(s) side by side, then measuring 1 in turn: ")
 
 
 # ---------------------------------------------------------------------------------------------------------

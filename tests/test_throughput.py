@@ -301,7 +301,10 @@ def test_4_6_instead_of_20_ktok_s_with_idle_targets_is_recognised(job, tmp_path,
     state, told, fix = found["drafter speed"]
     assert state == "FAIL" and fix.startswith("python bench.py step --target"), found
     assert float(re.search(r"([\d.]+) times", told)[1]) == pytest.approx(0.5 / 0.55 * 4.2, abs=0.3)
-    assert found["target speed"][0] == "ok" and "the targets starve" in found["balance"][1]
+    assert found["target speed"][0] == "ok" and found["balance"][1].count("starve") == 0
+    assert (
+        "targets are held up" in found["balance"][1] and "drafters are the bottleneck" in found["balance"][1]
+    )
 
 
 def test_a_slow_data_loader_is_told_from_slow_kernels(job, capsys):
@@ -337,6 +340,7 @@ def test_starved_drafters_get_a_better_split_and_it_is_better(job, capsys):
     found = verdicts(job(drafters=7).write(), capsys)  # one target cannot feed seven
     state, told, fix = found["balance"]
     assert state == "warn" and "drafters starve" in told and bad(found) == {"balance"}, found
+    assert "targets are the bottleneck" in told
     assert (
         "--drafters 6" in told and "--drafters 6 " in fix and "--resume" not in fix
     )  # 7 batches a step stay 7
@@ -480,7 +484,8 @@ def test_python_m_diagnose_judges_the_run_that_is_going_on(tmp_path, monkeypatch
 
 def test_a_folder_that_is_no_run_is_one_line_and_exit_2(tmp_path, capsys):
     assert throughput.main([str(tmp_path)]) == 2
-    assert len(capsys.readouterr().err.splitlines()) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert f"{tmp_path} is no run folder" in line and line.endswith("give one such as runs/001")
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -549,6 +554,14 @@ def test_a_cluster_on_paper_scales_until_its_link_is_too_slow(tmp_path, capsys):
     one = speed(f"gpus=4,{times}")
     assert speed(f"nodes=4,gpus=4,link=400Gb,{times}") == pytest.approx(4 * one, rel=0.02)
     assert speed(f"nodes=4,gpus=4,link=0.01Gb,{times}") < 2 * one
+
+
+def test_a_prediction_on_paper_names_its_target(tmp_path, capsys):
+    place = Job(tmp_path / "run").c.target
+    for flags, told in ([], "the built-in target"), (["--target", place], place):
+        assert throughput.main(["--simulate", "nodes=8,gpus=8,gpu=H200", *flags]) == 0
+        (line,) = [x for x in capsys.readouterr().out.splitlines() if x.startswith("predicted: ")]
+        assert told in line
 
 
 def test_a_cluster_on_paper_with_targets_of_several_gpus(tmp_path, capsys):
