@@ -1470,7 +1470,8 @@ def train(job: Job) -> None:
         place = (checkpoint.checkpoints(folder.path) or [folder.path])[-1]
         folder.say(f"{'stopped' if stopped else 'finished'}: checkpoint {place}, export {place / 'export'}")
         if stopped:
-            ranks = f"torchrun --nproc_per_node={world.per_node}" if world.size > 1 else "python"
+            alone = "--standalone " if world.nodes == 1 else ""  # beside a job that has the usual port
+            ranks = f"torchrun {alone}--nproc_per_node={world.per_node}" if world.size > 1 else "python"
             folder.say(f"go on with: {ranks} train.py --resume {folder.path}")
 
 
