@@ -851,6 +851,11 @@ class Parser(argparse.ArgumentParser):
         raise ValueError(f"{data.short(message, 300)}: see decode.py --help")
 
 
+def check_temperature(temperature: float) -> None:
+    if 0 < temperature < LEAST_TEMPERATURE:
+        raise ValueError(f"--temperature {temperature}: 0 is greedy, else at least {LEAST_TEMPERATURE:g}")
+
+
 def parse_flags(argv: list[str] | None) -> argparse.Namespace:
     parser = Parser(
         prog="decode.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -887,8 +892,7 @@ def parse_flags(argv: list[str] | None) -> argparse.Namespace:
     for name in ("max_new_tokens", "batch_size"):
         if getattr(c, name) < 1:
             raise ValueError(f"--{name.replace('_', '-')} {getattr(c, name)}: must be at least 1")
-    if 0 < c.temperature < LEAST_TEMPERATURE:
-        raise ValueError(f"--temperature {c.temperature}: 0 is greedy, else at least {LEAST_TEMPERATURE:g}")
+    check_temperature(c.temperature)
     most = {"temperature": 1e3, "seed": (1 << 63) - 1, "batch_size": 1 << 16, "max_new_tokens": 1 << 24}
     for name, limit in most.items():
         if getattr(c, name) > limit:

@@ -789,9 +789,7 @@ def check_flags(c: argparse.Namespace) -> None:
         if not least <= getattr(c, name) <= most:
             flag = f"--{name.replace('_', '-')}"
             raise ValueError(f"{flag} {getattr(c, name)}: must be from {least} to {most:g}")
-    if 0 < c.temperature < decode.LEAST_TEMPERATURE:
-        least = f"{decode.LEAST_TEMPERATURE:g}"
-        raise ValueError(f"--temperature {c.temperature}: 0 is greedy, else at least {least}")
+    decode.check_temperature(c.temperature)
     if not c.prompts and (c.target or c.server):
         raise ValueError("--prompts is missing: give JSONL files")
     c.prompts = c.prompts or [str(TINY / "eval.jsonl")]

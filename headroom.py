@@ -79,7 +79,7 @@ def peaks(c, t: TargetConfig, role: str, ranks: int, size: int = 2) -> dict[str,
 
 def standing(c, t: TargetConfig, d: DrafterConfig, role: str, size: int) -> dict[str, int]:
     """What a rank holds all the time."""
-    parts, feature_buffer = dict.fromkeys(PARTS, 0), c.token_budget * len(d.ids) * d.hidden * size
+    parts, feature_buffer = dict.fromkeys(PARTS, 0), d.feature_bytes(c.token_budget, size)
     if role != "target":
         parts["weights"] = parts["gradients"] = 4 * d.parameters()  # fp32
         parts["moments"] = 8 * d.parameters()

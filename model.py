@@ -1023,6 +1023,10 @@ class DrafterConfig:
         selector = anchors * (self.block_size - 1) * self.selector_rank * (self.hidden + self.selector_top_k)
         return 2.0 * (3 * (of_slots + of_context + selector) + 2 * head + 3.5 * attention)
 
+    def feature_bytes(self, tokens: int, size: int = 2) -> int:
+        """Of a batch, as it is sent and held in a buffer."""
+        return tokens * len(self.ids) * self.hidden * size
+
     def context_bytes(self, tokens: int, size: int = 2) -> int:
         """What is kept of the context, from the output of fc to each layer's keys and values."""
         kv = self.kv_heads * self.head_dim

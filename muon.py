@@ -21,9 +21,10 @@ MOMENTUM = 0.95
 def share_out(shapes: Sequence[Sequence[int]], ranks: int) -> list[int]:
     """Which of `ranks` steps each matrix: the largest first, each to the one that has least to do."""
     owners, work = [0] * len(shapes), [0] * ranks
-    for i in sorted(range(len(shapes)), key=lambda i: -math.prod(shapes[i]) * min(shapes[i])):
+    costs = [math.prod(s) * min(s) for s in shapes]  # of Newton-Schulz's products
+    for i in sorted(range(len(shapes)), key=lambda i: -costs[i]):
         owners[i] = work.index(min(work))
-        work[owners[i]] += math.prod(shapes[i]) * min(shapes[i])
+        work[owners[i]] += costs[i]
     return owners
 
 

@@ -914,9 +914,8 @@ def evaluate(job: Job, feed: Streamed | Colocated) -> dict:
     walked = torch.zeros(2, len(sources), device=job.device)
     for j in range(job.facts["eval_batches"]):
         if job.world.drafter_of(j) == job.world.rank:
-            for sums, more in zip(
-                (totals, by_slot, walked), evaluate_batch(job, *feed.evaluation(j)), strict=True
-            ):
+            of_batch = evaluate_batch(job, *feed.evaluation(j))
+            for sums, more in zip((totals, by_slot, walked), of_batch, strict=True):
                 sums += more
             feed.release()
     for sums in (totals, by_slot, walked):

@@ -275,13 +275,12 @@ class Ending:
 
     def fail(self, error: BaseException) -> dict:
         """Tell every rank of this rank's error; returns the job's first failure, {rank, why}."""
-        why = f"{error}" if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
         first_line = f"{error}".strip().partition("\n")[0]  # CUDA's go on; the traceback has all
-        told = why if isinstance(error, UserError) else f"{type(error).__name__}: {first_line}"
-        mine = {"rank": -1 if self._world is None else self._world.rank, "why": told}
+        why = f"{error}" if isinstance(error, UserError) else f"{type(error).__name__}: {first_line}"
+        mine = {"rank": -1 if self._world is None else self._world.rank, "why": why}
         if self._world is None:
             return mine
-        lost = isinstance(error, dist.DistError | RuntimeError) and LOST.search(why)
+        lost = isinstance(error, dist.DistError | RuntimeError) and LOST.search(f"{error}")
         if lost:
             mine["why"] = (
                 f"{self._world.name()} lost the connection to another rank, which was killed or crashed"

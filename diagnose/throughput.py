@@ -241,7 +241,7 @@ class Question:
         return 4 * self.drafter.parameters()
 
     def feature_bytes(self, size: int) -> int:
-        return self.config.token_budget * len(self.drafter.ids) * self.target.hidden * size
+        return self.drafter.feature_bytes(self.config.token_budget, size)
 
     def must_be_whole(self) -> None:
         if self.tp > 1:
