@@ -60,6 +60,7 @@ NETWORK_FILE_SYSTEMS = (
     "fuse.sshfs fuse.glusterfs fuse.ceph fuse.s3fs fuse.gcsfuse fuse.rclone fuse.juicefs fuse.mountpoint-s3"
 ).split()
 POLL_S = 0.05  # how often a waiting rank looks at the store
+WORKERS_S = 60.0  # how long a cold compile waits for its worker processes
 SILENT_S = 180.0  # how long a compiling rank of another node may be silent
 
 
@@ -218,7 +219,23 @@ def use_cache(folder: str | None = None) -> CacheInfo:
         with _manifest_lock(_cache.manifest):
             if not _cache.manifest.exists():
                 write_beside(_cache.manifest, json.dumps(_empty_manifest(of), indent=1).encode())
+    start_workers()
     return _cache
+
+
+def start_workers(wait_s: float = 0.0) -> None:
+    """Inductor's processes that compile Triton kernels: start them, or wait that long until they are ready.
+
+    Inductor starts them at its first compile and does not wait: until they have imported torch, its own
+    process compiles one kernel after another. Started here, they come up while weights are loaded.
+    """
+    if torch.cuda.is_available():
+        from torch._inductor.async_compile import AsyncCompile, maybe_warm_pool
+
+        maybe_warm_pool()
+        if wait_s:
+            with contextlib.suppress(TimeoutError):  # then it goes without them
+                AsyncCompile.wait_pool_ready(wait_s)
 
 
 def check_owner(path: Path, owner: int | None = None) -> str | None:
@@ -805,7 +822,8 @@ def gate(
     leads = meeting.rank == leader
     with meeting.ticker(tick_s), meeting.store_errors():
         meeting.say_state("starting")
-        mine = _work(meeting, work, leader) if leads else None
+        cold = _cache is not None and not _cache.warm(key, source)
+        mine = _work(meeting, work, leader, cold) if leads else None
         meeting.wait("leaders")
         mine = mine or _work(meeting, work, leader)
         _note_warm(mine, key, source, label)
@@ -830,7 +848,7 @@ def last_report() -> GateReport | None:
     return _last
 
 
-def _work(meeting: _Meeting, work: Callable | None, leader: int) -> RankReport:
+def _work(meeting: _Meeting, work: Callable | None, leader: int, cold: bool = False) -> RankReport:
     """Run this rank's work and say what it cost; the first error of the job is told to everybody."""
     who = (meeting.rank, meeting.role, leader)
     if work is None:
@@ -838,6 +856,8 @@ def _work(meeting: _Meeting, work: Callable | None, leader: int) -> RankReport:
     meeting.say_state("compiling")
     start, before, reason = time.monotonic(), counters(), ""
     try:
+        if cold:
+            start_workers(WORKERS_S)
         with _KeyParts() as parts:
             work()
     except Exception as error:

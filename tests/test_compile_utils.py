@@ -207,6 +207,19 @@ def test_folder_is_owner_only_and_named_by_the_build(tmp_path, own_cache):
     assert not [p for p in info.folder.iterdir() if p.name.startswith(".probe")]
 
 
+def test_the_leader_waits_for_the_workers_when_its_shapes_are_cold(tmp_path, own_cache, monkeypatch):
+    waits, order = [], []
+    monkeypatch.setattr(compile_utils, "start_workers", lambda s=0.0: (waits.append(s), order.append("wait")))
+    compile_utils.use_cache(str(tmp_path / "cache"))
+    assert waits == [0.0]  # started, not waited for
+    once = dict(role="drafter", leader=0, key="k", source="s", log=lambda text: None)
+    compile_utils.gate(lambda: order.append("work"), **once)
+    assert waits[1:] == [compile_utils.WORKERS_S] and order[1:] == ["wait", "work"]
+    compile_utils.record_warm(compile_utils.use_cache(str(tmp_path / "cache")), "k", "s", seconds=1.0)
+    compile_utils.gate(lambda: None, **once)
+    assert waits[2:] == [0.0]  # of use_cache: the warm gate did not wait
+
+
 @pytest.mark.parametrize("mode", [0o770, 0o707, 0o777, 0o1777])
 def test_folder_that_others_can_write_is_refused(tmp_path, own_cache, mode):
     root = tmp_path / "cache"
@@ -544,12 +557,16 @@ def test_a_bundle_makes_another_folder_warm_by_the_counters(starts, tmp_path):
 
 
 GPU = """
+from torch._inductor.async_compile import AsyncCompile
 from torch.nn.attention.flex_attention import flex_attention
 cache = compile_utils.use_cache(os.environ["FOLDER"])
 if os.environ.get("LOAD"):
     compile_utils.load_bundle(os.environ["LOAD"])
 compiled = compile_utils.compile(lambda q: flex_attention(q, q, q), name="flex")
+ready = []
 def work():
+    workers = AsyncCompile._ready_future
+    ready.append(bool(workers and workers.done()))
     q = torch.randn(1, 2, 128, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     compiled(q).sum().backward()
     torch.cuda.synchronize()
@@ -558,7 +575,7 @@ def kernels():
 before = kernels()
 report = compile_utils.gate(work, role="drafter", leader=0, key="flex", source="s")
 spent = report.ranks[0].counters
-say(hits=spent.hits, misses=spent.compiled, before=before, after=kernels())
+say(hits=spent.hits, misses=spent.compiled, ready=ready[0], before=before, after=kernels())
 compile_utils.freeze()
 work()
 compile_utils.check_frozen()
@@ -573,6 +590,7 @@ def test_on_a_gpu_a_bundle_saves_tritons_work_too(tmp_path):
     gpu = {"CUDA_VISIBLE_DEVICES": os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]}
     [(code, said, _, err)] = run_world(GPU, 1, FOLDER=tmp_path / "a", SAVE=tmp_path / "bundle", **gpu)
     assert code == 0 and said[0]["misses"] > 0 and said[0]["after"], err
+    assert said[0]["ready"]  # no kernel is compiled in the process itself
     [(code, warm, _, err)] = run_world(GPU, 1, FOLDER=tmp_path / "b", LOAD=tmp_path / "bundle", **gpu)
     assert code == 0, err
     assert warm[0]["misses"] == 0 and warm[0]["hits"] == said[0]["misses"]
