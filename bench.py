@@ -627,17 +627,22 @@ def cold_start(argv: list[str], cache: str) -> float | None:
 
 
 def bench_stream(name: str, c: train.Config, t: TargetConfig, count: int) -> dict:
-    """From one target to one drafter: transfers alone, each side alone, and both at once."""
+    """From one target to one drafter: transfers alone, each side alone, and both at once.
+
+    Each is measured twice, the second time in the opposite order: a GPU is slower when it is hot, and a
+    percent of a step is more than a transfer.
+    """
     with job_of(c, t, "") as job:
         world, nothing = job.world, lambda x: None
         batch = RandomBatches(c, t).train(0)
         draft = lambda x: train.accumulate(job, job.drafter, batch, x, sync=True)  # noqa: E731
         prefill = lambda x: job.make_features(batch, x)  # noqa: E731
-        parts = {}
-        for part in ("drafter", "transfer", "drafter+transfer", "target", "target+transfer"):
+        order = ("transfer", "drafter", "drafter+transfer", "target", "target+transfer")
+        parts = dict.fromkeys(order, 0.0)
+        for part in (*order, *reversed(order)):
             own = "drafter" if world.drafts else "target"
             work = (draft if world.drafts else prefill) if own in part else nothing
-            parts[part] = side_by_side(job, count, "transfer" in part, work)
+            parts[part] += side_by_side(job, count, "transfer" in part, work) / 2
         worst = {part: max(world.gather(ms)) for part, ms in parts.items()}
         found = facts("stream", name, c, job) | {"repeats": count, "ms": worst}
         size = job.shapes.tokens * job.shapes.width * torch.empty(0, dtype=job.dtype).element_size()
@@ -766,7 +771,9 @@ def rows_of(r: dict) -> Iterator[tuple[str, str]]:
         for part, ms in r["ms"].items():
             yield f"  {part}", f"{ms:.2f} ms"
         for side in ("drafter", "target"):
-            yield f"hidden behind the {side}", f"{100 * r[f'hidden_{side}']:.0f}% of the transfer"
+            more = r["ms"][f"{side}+transfer"] / r["ms"][side] - 1
+            hidden = f"{100 * r[f'hidden_{side}']:.0f}% of the transfer"
+            yield f"hidden behind the {side}", f"{hidden}, its batch takes {100 * more:+.1f}%"
 
 
 def show(r: dict) -> None:
