@@ -42,7 +42,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
-from diagnose.report import Finding, Report, add_arguments, fail, ok, skip, warn, write_json
+from diagnose.report import Finding, Report, add_arguments, fail, ok, skip, warn, writable, write_json
 from headroom import (
     GIB,
     MIB,
@@ -340,6 +340,11 @@ def trace_step(c, t: TargetConfig) -> int:
 def compare_traced(report: Report, q: Question) -> None:
     """Estimate against trace, of what comes and goes. Good: within 10%."""
     for role, trace in (("drafter", trace_step), ("target", trace_features)):
+        if role == "target" and q.config.target_backend != "native":
+            of = f"--role target --target {shlex.quote(str(q.config.folder))} --target-backend transformers"
+            fix = f"python -m diagnose.memory --measure {of}  # on a GPU"
+            report.add("trace of a target", skip("of a transformers model there is none", fix))
+            continue
         begun = time.perf_counter()
         c = dataclasses.replace(q.config, optimizer="adamw")  # the trace ends before the update
         traced, paper = trace(c, q.target), estimate(c, q.target, role, q.ranks)
@@ -730,7 +735,7 @@ def parse(argv: list[str] | None) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--nodes", type=int, default=1, help="nodes they are on")
     parser.add_argument("--gpu-memory", type=parse_memory, metavar="96GB", help="default: this machine's GPU")
     parser.add_argument("--headroom", type=float, default=0.0, metavar="%", help="to leave free, percent (0)")
-    parser.add_argument("--png", metavar="FILE", help="draw each role against the card")
+    parser.add_argument("--png", type=writable, metavar="FILE", help="draw each role against the card")
     parser.add_argument("--trace", action="store_true", help="also find activations on tensors without data")
     parser.add_argument(
         "--measure", action="store_true", help="run the worst case here, alone or under torchrun"
@@ -979,6 +984,10 @@ def main(argv: list[str] | None = None) -> int:
             if args.role and args.ranks > 1:
                 raise ValueError("--role: one role is measured on one rank: start it without torchrun")
         q = Question(flags, args.ranks, args.nodes)
+        if q.asked.token_budget < 0:
+            raise ValueError(
+                "--token-budget auto: leave it out: the largest that fits is told, --headroom 5 tells auto's"
+            )
         if not 0 <= args.headroom < 100:
             raise ValueError(f"--headroom {args.headroom:g}: a percentage, 0 to 99")
         if args.suite and not torch.cuda.is_available():

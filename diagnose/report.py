@@ -73,7 +73,7 @@ def again(script: str) -> str:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--strict", action="store_true", help="count warn and skip as FAIL")
-    parser.add_argument("--json", metavar="FILE", type=_writable, help="also write everything as JSON")
+    parser.add_argument("--json", metavar="FILE", type=writable, help="also write everything as JSON")
     parser.add_argument("--traceback", action="store_true", help="print the traceback of a CRASH")
 
 
@@ -86,7 +86,7 @@ def parse_args(doc: str | None, argv: list[str] | None = None) -> argparse.Names
     return parser.parse_args(argv)
 
 
-def _writable(name: str) -> str:
+def writable(name: str) -> str:
     folder = Path(name).parent
     if not folder.is_dir() or Path(name).is_dir() or not os.access(folder, os.W_OK):
         raise argparse.ArgumentTypeError(f"cannot write {name}: name a file in a folder that can be written")

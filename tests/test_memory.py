@@ -227,6 +227,12 @@ def test_tracing_leaves_the_model_as_it_was(capsys):
     assert real == (model.attend, model.dense_mask, model.packed_causal_attention)
 
 
+def test_a_target_of_transformers_is_not_traced_as_another(capsys):
+    pytest.importorskip("transformers")
+    code, out, _ = run_script(capsys, "--trace", "--target-backend", "transformers")
+    assert code == 0 and "[ok] trace of a drafter" in out and "[skip] trace of a target" in out
+
+
 def test_the_trace_is_held_against_the_step_without_its_update(capsys):
     """Of so small a batch Muon's update is the largest moment, which is not traced."""
     few = ("--token-budget", 256, "--anchors", 4, "--draft-layers", 4, "--max-length", 128)
@@ -391,6 +397,7 @@ def test_without_a_card_it_asks_for_one(capsys, folders):
     "flags",
     [
         ("--token-budget", "100"),
+        ("--token-budget", "auto"),
         ("--no-such",),
         ("--target", "/nowhere"),
         ("--headroom", "100"),
@@ -403,6 +410,12 @@ def test_without_a_card_it_asks_for_one(capsys, folders):
 def test_usage_errors_are_one_line(capsys, flags):
     code, _, err = run_script(capsys, *flags)
     assert code == 2 and len(err.splitlines()) == 1 and err.startswith("diagnose.memory: ")
+
+
+def test_a_picture_that_cannot_be_written_is_one_line(capsys):
+    with pytest.raises(SystemExit) as stop:
+        memory.main(["--png", "/no/such/folder/memory.png"])
+    assert stop.value.code == 2 and "cannot write /no/such/folder/memory.png" in capsys.readouterr().err
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -555,6 +568,7 @@ def test_the_automatic_budget_is_the_largest_that_leaves_the_headroom(launcher, 
         memory.largest_token_budget(q.resolved, q.target, r, 2, have, squeezed=True)
         for r in ("drafter", "target")
     )
+    assert "memory after a rehearsed step: at most " in ended.text
     assert f"auto: {min(budgets)}; up to {squeezed} may run" in ended.text and squeezed > min(budgets)
 
 
