@@ -1006,6 +1006,8 @@ def main(argv: list[str] | None = None) -> int:
     try:
         have, size, words = machine(args.gpu_memory, q.built_in, q.ranks)
     except Finding as finding:
+        again = shlex.join(sys.argv[1:] if argv is None else argv)
+        finding.fix = f"python -m diagnose.memory {again} --gpu-memory 96GB"
         report.add("memory", finding)
         return report.finish()
     report.say(words)

@@ -390,7 +390,7 @@ def test_a_chunk_of_none_is_no_advice(capsys, folders):
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU to compare with")
 def test_without_a_card_it_asks_for_one(capsys, folders):
     code, out, _ = run_script(capsys, "--target", folders["qwen3-8b"])
-    assert code == 0 and "[skip]" in out and "--gpu-memory" in out
+    assert code == 0 and "[skip]" in out and f"--target {folders['qwen3-8b']} --gpu-memory 96GB" in out
 
 
 @pytest.mark.parametrize(
