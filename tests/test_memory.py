@@ -121,6 +121,22 @@ def test_feature_buffers_are_those_of_the_stream(depth):
     assert estimate(q, "colocate").parts["features"] * depth == held
 
 
+def test_paper_is_never_below_what_was_measured_and_close_to_it(tmp_path):
+    """Of each row of docs/memory.md: within the larger of 5% and 300 MiB, by today's estimate."""
+    text = (Path(memory.__file__).parents[1] / "docs" / "memory.md").read_text()
+    rows = [
+        re.split(r" *\| *", line)[1:] for line in text.splitlines() if re.match(r"\| (tiny|smol|qwen)", line)
+    ]
+    for row, (name, role, flags) in zip(rows, memory.SUITE, strict=True):
+        assert row[0].split(",")[0] == name and row[1] == role
+        if name in memory.SHAPES:
+            (tmp_path / "config.json").write_text(json.dumps(memory.SHAPES[name]))
+        q = question(str(tmp_path) if name in memory.SHAPES else "", *flags.split(), ranks=1)
+        paper, device = estimate(q, role).peak / memory.GIB, float(row[8])
+        assert -0.005 <= paper - device <= max(0.05 * device, 300 / 1024) + 0.005, (name, role, paper)
+        assert f"{paper:.2f}" == row[9], (name, role)
+
+
 # ---------------------------------------------------------------------------------------------------------
 # More of anything is never less
 
