@@ -810,7 +810,7 @@ def judge(q: Question, role: str, have: int, size: int) -> tuple[Finding, Estima
         "parts_gib": {part: n / GIB for part, n in found.parts.items()},
     }
     largest = f"largest --token-budget {budget}" if budget else "no --token-budget fits"
-    largest += f" ({squeezed} if the allocator leaves no holes)" if squeezed > budget else ""
+    largest += f" (up to {squeezed} may run, slower)" if squeezed > budget else ""
     largest += f", --anchor-chunk {chunk} of {q.config.anchors}" if role != "target" and chunk else ""
     told = f"{gib(found.peak)} of {gib(have)} GiB at its peak ({found.moment})"
     if left < 0:
@@ -829,9 +829,11 @@ def launches(q: Question, role: str, have: int, size: int, fits: bool = False) -
     if role == "target" and not fits:
         tp = smallest_target_tp(q.config, q.target, q.ranks // q.nodes, have, size)
         found += [f"{train_command(q, target_tp=tp)}  # each target on {tp} GPUs"] if tp else []
-    why = "nothing leaves more room" if fits else "nothing fits"
     helps = "a larger card, a smaller target or fewer --draft-layers"
-    return "\n".join(found) or f"{train_command(q)}  # {why}: {helps}"
+    nothing = (
+        f"{train_command(q)}  # nothing leaves more room but {helps}" if fits else f"only {helps} would do"
+    )
+    return "\n".join(found) or nothing
 
 
 def smaller(q: Question, role: str, have: int, size: int) -> tuple[list[str], bool]:
