@@ -427,7 +427,7 @@ def recommend(report: Report, q: Question, t: Times, m: Machine, facts: dict, pn
         report.add("split", fail(f"nothing fits: {best.note}", fix))
     elif waiting > IDLE:
         told += f"; {100 * waiting:.0f}% of a step the drafters wait for each other's gradients"
-        fix = f"--batches-per-step {4 * best.per_step * m.nodes}  # add it, ask again: gradients travel once a step"
+        fix = f"--batches-per-step {4 * best.per_step * m.nodes}  # add it: fewer steps send gradients"
         report.add("split", warn(told, fix, **data))
     else:
         report.add("split", ok(told, **data))
