@@ -478,7 +478,7 @@ def draw(file: str, p: Plan) -> None:
         axis.plot([], [], color=color, lw=6, label=what)
     axis.set(yticks=range(len(ranks)), yticklabels=ranks, xlabel="ms", xlim=(0, 4000 * p.step_s))
     axis.set_title(f"{p.layout}: step {1000 * p.step_s:.0f} ms; white is waiting", fontsize=10)
-    axis.legend(ncols=4, fontsize=8, loc="upper center", bbox_to_anchor=(0.5, -0.25))
+    figure.legend(ncols=4, fontsize=8, loc="outside lower center")
     figure.savefig(file, dpi=110)
     plt.close(figure)
 

@@ -525,6 +525,23 @@ def test_under_torchrun_the_prediction_is_held_against_a_run(tmp_path):
     assert check["predicted_ms"] > 0 and check["seen_ms"] > 0 and 0 <= check["wait_target"] <= 1
 
 
+@pytest.mark.parametrize("targets", [1, 7])
+def test_the_legend_of_a_timeline_covers_nothing(targets, tmp_path, monkeypatch):
+    from matplotlib import pyplot as plt
+
+    drawn = []
+    monkeypatch.setattr(plt, "close", drawn.append)
+    throughput.draw(str(tmp_path / "t.png"), throughput.split_plan(Times(0.04, 0.5), targets, 1, 1, 2))
+    monkeypatch.undo()
+    (figure,) = drawn
+    (legend,) = figure.findobj(plt.matplotlib.legend.Legend)
+    (axis,) = figure.axes
+    box = legend.get_window_extent()
+    assert not any(box.overlaps(x.get_window_extent()) for x in (axis, axis.xaxis.label))
+    assert box.y0 >= 0
+    plt.close(figure)
+
+
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
