@@ -816,8 +816,9 @@ def compare(a: dict, b: dict, names: tuple[str, str]) -> str:
 
     found = [(f, a.get(f), b.get(f)) for f in COMPARED]
     parts = [
-        (f"  {p}", a["parts_ms"].get(p, 0.0), b.get("parts_ms", {}).get(p, 0.0))
-        for p in a.get("parts_ms", {})
+        (f"  {p}", ms, b.get(key, {}).get(p, 0.0))
+        for key in ("parts_ms", "ms")
+        for p, ms in a.get(key, {}).items()
     ]
     rows += [numbers(f, x, y) for f, x, y in [*found, *parts] if x is not None and y is not None]
     text = tabulate(rows, ["", *(Path(n).stem[:24] for n in names), "change"], disable_numparse=True)
@@ -829,7 +830,7 @@ def compare(a: dict, b: dict, names: tuple[str, str]) -> str:
 
 def read_result(name: str) -> dict:
     found = data.read_json(Path(name), "measure it again")
-    if found is None or found.get("bench") not in KINDS:
+    if found is None or found.get("bench") not in KINDS or type(found.get("median_ms")) not in (int, float):
         raise ValueError(f"{name}: no result of bench.py: give a file that --json wrote")
     return found
 

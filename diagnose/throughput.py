@@ -45,6 +45,7 @@ GPUS = {  # dense bf16 TFLOP/s by data sheet; the later name wins where two fit
 REACHED = 0.8  # of the data sheet by large products of random data (790 of 989 measured on an H200)
 PAPER = 0.6  # of that by a whole side, on paper
 LAUNCHING_S = 1.5e-3  # of an uncompiled layer of a batch, at most: small models are bound by it
+TARGET_LAYER_S, DRAFT_LAYER_S = 0.45e-3, 4e-3  # of a compiled one, at least: SmolLM2 beside an H200
 BUCKET = 25 << 20  # bytes of DDP's buckets: the last one cannot hide behind the backward
 SLOW, BROKEN = 1.6, 2.5  # times what a side should take: worth a warning, a failure
 IDLE = 0.25  # share of a step spent waiting that is worth a word
@@ -419,11 +420,16 @@ def recommend(report: Report, q: Question, t: Times, m: Machine, facts: dict, pn
     told = describe(best, m, facts["tokens"])
     other = next((p for p in listed if p.layout != best.layout and not p.note), None)
     told += f"; next {describe(other, m, facts['tokens'])}" if other else ""
+    data = {"layout": best.layout, "drafters": best.drafters * m.nodes, "step_ms": 1000 * best.step_s}
+    waiting = best.reduce_s / best.step_s
     if best.note:
         fix = f"python -m diagnose.memory {shlex.join(q.flags)}"
         report.add("split", fail(f"nothing fits: {best.note}", fix))
+    elif waiting > IDLE:
+        told += f"; {100 * waiting:.0f}% of a step the drafters wait for each other's gradients"
+        fix = f"--batches-per-step {4 * best.per_step * m.nodes}  # add it: fewer steps send gradients"
+        report.add("split", warn(told, fix, **data))
     else:
-        data = {"layout": best.layout, "drafters": best.drafters * m.nodes, "step_ms": 1000 * best.step_s}
         report.add("split", ok(told, **data))
     if png:
         draw(png, best)
@@ -435,7 +441,11 @@ def describe(p: Plan, m: Machine, tokens: float) -> str:
     split = f"{p.targets} target(s){of} + {p.drafters} drafter(s)" if p.layout == "split" else "colocate"
     idle = f", idle t {100 * p.idle_target:.0f}% d {100 * p.idle_drafter:.0f}%" if p.layout == "split" else ""
     each = " on each node" if m.nodes > 1 else ""
-    return f"{split}{each}: {tokens * p.batches_per_s * m.nodes / 1000:.3g} Ktok/s{idle}"
+    return f"{split}{each}: {ktok(tokens * p.batches_per_s * m.nodes)}{idle}"
+
+
+def ktok(per_s: float) -> str:
+    return f"{per_s / 1000:.3g} Ktok/s" if per_s < 1e5 else f"{per_s / 1000:,.0f} Ktok/s"
 
 
 def launch(q: Question, p: Plan, m: Machine) -> str:
@@ -468,7 +478,7 @@ def draw(file: str, p: Plan) -> None:
         axis.plot([], [], color=color, lw=6, label=what)
     axis.set(yticks=range(len(ranks)), yticklabels=ranks, xlabel="ms", xlim=(0, 4000 * p.step_s))
     axis.set_title(f"{p.layout}: step {1000 * p.step_s:.0f} ms; white is waiting", fontsize=10)
-    axis.legend(ncols=4, fontsize=8, loc="upper center", bbox_to_anchor=(0.5, -0.25))
+    figure.legend(ncols=4, fontsize=8, loc="outside lower center")
     figure.savefig(file, dpi=110)
     plt.close(figure)
 
@@ -611,8 +621,8 @@ def ceiling_of(gpu: str) -> float:
 
 
 def paper_times(q: Question, gpu: str, nvlink: float) -> Times:
-    """Seconds of a batch from useful work alone, and what the GPUs of a target send each other. The update is
-    that of one drafter; several share Muon's out and take less.
+    """Seconds of a batch from useful work, or from launching kernels where that takes longer, and what the
+    GPUs of a target send each other. The update is that of one drafter; several share Muon's out.
     """
     import muon
 
@@ -624,8 +634,9 @@ def paper_times(q: Question, gpu: str, nvlink: float) -> Times:
     more = muon.step_flops(q.drafter.matrices()) / ceiling / PAPER if q.config.optimizer == "muon" else 0.0
     output = 2 * q.config.token_budget * q.target.hidden  # of a layer, in bf16; two all-reduces add it up
     shared = (max(q.drafter.ids) + 1) * 2 * output * 2 * (q.tp - 1) / q.tp / nvlink
-    features = theirs / q.tp / ceiling / PAPER + shared
-    return Times(features, ours / ceiling / PAPER, update=moved / 2.5e12 + more)
+    features = max(theirs / q.tp / ceiling / PAPER, (max(q.drafter.ids) + 1) * TARGET_LAYER_S) + shared
+    drafter = max(ours / ceiling / PAPER, q.drafter.layers * q.chunks * DRAFT_LAYER_S)
+    return Times(features, drafter, update=moved / 2.5e12 + more)
 
 
 def simulate(report: Report, q: Question, text: str, png: str) -> None:
@@ -636,7 +647,8 @@ def simulate(report: Report, q: Question, text: str, png: str) -> None:
         t = Times(s["target_ms"] / 1000, s["drafter_ms"] / 1000, update=s.get("update_ms", 0.0) / 1000)
     elif "gpu" in s:
         t = paper_times(q, s["gpu"], s["nvlink"])
-        report.say(f"on paper: {100 * PAPER:.0f}% of {ceiling_of(s['gpu']) / 1e12:.0f} TFLOP/s on both sides")
+        about = f"{100 * PAPER:.0f}% of {ceiling_of(s['gpu']) / 1e12:.0f} TFLOP/s on both sides"
+        report.say(f"on paper: {about}, small models bound by launching kernels")
     else:
         q.must_be_whole()
         found = measure_sides(q.flags, report)
@@ -787,7 +799,7 @@ def busy(run: Run) -> tuple[float, float]:
 
 def judge_progress(run: Run) -> Finding:
     step, last = run.median("step_ms") / 1000, run.records[-1]
-    told = f"{run.state}, step {last['step']}, {run.median('tokens_per_s') / 1000:.3g} Ktok/s, "
+    told = f"{run.state}, step {last['step']}, {ktok(run.median('tokens_per_s'))}, "
     told += f"step {1000 * step:.0f} ms, eta {clock(last.get('eta_s') or 0.0)}"
     if run.state == "running" and run.age_s > max(120.0, 20 * step):
         fix = f"py-spy dump --pid {run.status.get('pid', 'PID')}  # rank 0; an evaluation takes its time too"

@@ -138,6 +138,7 @@ def test_decode_is_decodes_own_timing(home, monkeypatch):
         (["target", "--cold"], "only with step"),
         (["compare", "only-one.json"], "two files"),
         (["compare", "none.json", "none.json"], "no result of bench.py"),
+        (["compare", *2 * [str(TINY / "config.json")]], "no result of bench.py"),
         (["decode", "--limit", "-1"], "--limit"),
         (["step", "--json", "/no/such/folder/x.json"], "there is no folder"),
     ],
@@ -165,6 +166,16 @@ def test_compare_refuses_other_work_and_tells_the_ratio(step, tmp_path):
     assert "b.json is 2.000 times as fast as a.json" in text and "-50.0%" in text
     assert "within the spread" in bench.compare(step, step, ("a", "b"))
     assert max(map(len, text.splitlines())) <= 100
+
+
+def test_compare_of_streams_lists_each_part_and_half_a_result_is_refused(tmp_path):
+    ms = {"transfer": 1.0, "drafter": 480.0, "drafter+transfer": 486.0}
+    a = {"bench": "stream", "shape": "qwen3-8b", "sizes": {}, "median_ms": 1.0, "ms": ms}
+    rows = bench.compare(a, a | {"ms": ms | {"drafter+transfer": 243.0}}, ("a", "b")).splitlines()
+    assert [r.split()[-1] for r in rows if r.split()[0] in ms] == ["+0.0%", "+0.0%", "-50.0%"]
+    (tmp_path / "half.json").write_text('{"bench": "step"}')
+    with pytest.raises(ValueError, match=r"no result of bench\.py"):
+        bench.read_result(str(tmp_path / "half.json"))
 
 
 # ---------------------------------------------------------------------------------------------------------

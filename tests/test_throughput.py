@@ -525,6 +525,23 @@ def test_under_torchrun_the_prediction_is_held_against_a_run(tmp_path):
     assert check["predicted_ms"] > 0 and check["seen_ms"] > 0 and 0 <= check["wait_target"] <= 1
 
 
+@pytest.mark.parametrize("targets", [1, 7])
+def test_the_legend_of_a_timeline_covers_nothing(targets, tmp_path, monkeypatch):
+    from matplotlib import pyplot as plt
+
+    drawn = []
+    monkeypatch.setattr(plt, "close", drawn.append)
+    throughput.draw(str(tmp_path / "t.png"), throughput.split_plan(Times(0.04, 0.5), targets, 1, 1, 2))
+    monkeypatch.undo()
+    (figure,) = drawn
+    (legend,) = figure.findobj(plt.matplotlib.legend.Legend)
+    (axis,) = figure.axes
+    box = legend.get_window_extent()
+    assert not any(box.overlaps(x.get_window_extent()) for x in (axis, axis.xaxis.label))
+    assert box.y0 >= 0
+    plt.close(figure)
+
+
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
@@ -562,6 +579,34 @@ def test_a_prediction_on_paper_names_its_target(tmp_path, capsys):
         assert throughput.main(["--simulate", "nodes=8,gpus=8,gpu=H200", *flags]) == 0
         (line,) = [x for x in capsys.readouterr().out.splitlines() if x.startswith("predicted: ")]
         assert told in line
+
+
+def test_a_link_that_most_of_a_step_waits_for_is_a_warning_and_its_fix_helps(tmp_path, capsys):
+    place = Job(tmp_path / "run").c.target
+    told = "nodes=4,gpus=4,target_ms=190,drafter_ms=490,update_ms=13,link="
+
+    def check(link: str, *flags: str) -> dict:
+        asked = ["--simulate", told + link, "--target", place, "--json", str(tmp_path / "s.json"), *flags]
+        assert throughput.main(asked) == 0
+        capsys.readouterr()
+        return json.loads((tmp_path / "s.json").read_text())
+
+    assert check("400Gb")["checks"][0]["state"] == "ok"
+    slow = check("10Gb")
+    assert slow["checks"][0]["state"] == "warn"
+    better = check("10Gb", *slow["checks"][0]["fix"].split("#")[0].split())
+    assert better["plans"][0]["tokens_per_s"] > 2 * slow["plans"][0]["tokens_per_s"]
+
+
+def test_a_small_model_on_paper_is_bound_by_its_launches(tmp_path):
+    """docs/performance.md: SmolLM2's sides alone on an H200 took 13.2 and 15.8 ms."""
+    place = Job(tmp_path / "run", shape="smollm2-135m").c.target
+    sizes = "--draft-layers 4 --block-size 8 --token-budget 8960 --anchors 2048 --max-length 2048"
+    q = throughput.Question(["--target", str(place), *sizes.split()], 1)
+    t = throughput.paper_times(q, "H200", throughput.NVLINK)
+    assert 1000 * t.target == pytest.approx(13.2, rel=0.25)
+    assert 1000 * t.drafter == pytest.approx(15.8, rel=0.25)
+    assert throughput.ktok(1.6699e6) == "1,670 Ktok/s" and throughput.ktok(4600) == "4.6 Ktok/s"
 
 
 def test_a_cluster_on_paper_with_targets_of_several_gpus(tmp_path, capsys):
