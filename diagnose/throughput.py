@@ -1060,6 +1060,8 @@ def main(argv: list[str] | None = None) -> int:
             return report.finish()
         if args.gpus < 0:
             raise ValueError(f"--gpus {args.gpus}: give a number above 0")
+        if args.gpus and args.simulate:
+            raise ValueError(f"--gpus {args.gpus}: beside --simulate write --simulate gpus={args.gpus},...")
         nodes = size // int(os.environ.get("LOCAL_WORLD_SIZE", size))
         q = Question(flags, size, nodes)
         if args.measure_role:

@@ -550,6 +550,7 @@ def test_the_legend_of_a_timeline_covers_nothing(targets, tmp_path, monkeypatch)
         (["--simulate", "gpu=Abacus"], "H200"),
         (["--simulate", "target_ms=3"], "both or none"),
         (["--simulate", "speed=3"], "nodes=..."),
+        (["--simulate", "gpu=H200", "--gpus", "4"], "gpus=4"),
         (["--no-such-flag"], "--no-such-flag"),
         (["--token-budget", "auto"], "diagnose.memory"),
     ],
