@@ -906,9 +906,13 @@ def parse_flags(argv: list[str] | None) -> argparse.Namespace:
     if c.verify and c.temperature:
         raise ValueError("--verify --temperature: samples differ from run to run: leave one of them out")
     for name in filter(None, (c.json, c.png)):
+        if Path(name).is_dir():
+            raise ValueError(f"{data.short(name, 100)}: is a folder: give the name of a file")
         if not Path(name).absolute().parent.is_dir():
             name = data.short(name, 100)
             raise ValueError(f"{name}: there is no folder {Path(name).absolute().parent}: make it first")
+    if c.png and Path(c.png).suffix not in (".png", ".svg", ".pdf"):
+        raise ValueError(f"--png {data.short(c.png, 100)}: must end in .png, .svg or .pdf")
     c.device = c.device or ("cuda" if torch.cuda.is_available() else "cpu")
     c.dtype = c.dtype or ("bfloat16" if c.device == "cuda" else "float32")
     return c

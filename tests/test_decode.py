@@ -428,6 +428,8 @@ MISTAKES = {
     "both": (["--temperature", "1", "--verify"], "--verify"),
     "batch": (["--batch-size", "0"], "--batch-size"),
     "json": (["--json", "nowhere/a.json"], "no folder"),
+    "json folder": (["--json", "."], "is a folder"),
+    "picture": (["--png", "a.xyz"], "--png a.xyz: must end in"),
     "other target": (["--draft", "RUN/step-000030/export", "--target", "other"], "another target"),
 }
 
@@ -580,6 +582,10 @@ BROKEN_FORMS = {
     "block size": lambda c: c.pop("block_size"),
     "mask token": lambda c: c["dflash_config"].update(mask_token_id=1024),
     "not a dict": lambda c: c.update(dflash_config=[1]),
+    "activation": lambda c: c.update(hidden_act="gelu"),
+    "interleaved rope": lambda c: c.update(is_neox_style=False),
+    "window unnamed": lambda c: c["dflash_config"].update(use_swa=True, swa_window_size=64),
+    "value scale": lambda c: c["dflash_config"].update(attention_value_scale=0.5),
 }
 
 
