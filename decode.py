@@ -768,19 +768,18 @@ def report(groups: dict[str, Group], differences: list[dict] | None) -> dict:
     by_source = {name: group.totals() for name, group in groups.items()}
     total = {key: sum(t[key] for t in by_source.values()) for key in next(iter(by_source.values()))}
     ms: dict[str, list[float]] = collections.defaultdict(list)
-    histogram = None
+    jumps = {
+        name: [sum(n) for n in zip(*(a.jumps for a in g.drafted.answers), strict=True)]
+        for name, g in groups.items()
+    }
     for group in groups.values():
         for decoded in (group.drafted, group.alone):
             for name, times in decoded.ms.items():
                 ms[name] += times
-        for answer in group.drafted.answers:
-            histogram = [
-                sum(pair) for pair in zip(histogram or [0] * len(answer.jumps), answer.jumps, strict=True)
-            ]
     return {
         **rates(total),
-        "by_source": {name: rates(t) for name, t in by_source.items()},
-        "histogram": histogram,
+        "by_source": {name: {**rates(t), "histogram": jumps[name]} for name, t in by_source.items()},
+        "histogram": [sum(n) for n in zip(*jumps.values(), strict=True)],
         "identical": None if differences is None else not differences,
         "differences": differences,
         "draft_ms": mean(ms["draft"]),

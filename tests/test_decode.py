@@ -399,6 +399,9 @@ def test_the_command_decodes_with_the_newest_run_and_reports_evaluations_tau(
     assert by_source == pytest.approx(evaluated["eval_tau_by_source"], rel=1e-6)
     assert r["tokens"] == sum(n * size for size, n in enumerate(r["histogram"], 1))
     assert sum(r["histogram"]) == r["blocks"] and r["draft_ms"] > 0 and r["verify_ms"] > 0
+    for t in r["by_source"].values():
+        assert t["tokens"] == sum(n * size for size, n in enumerate(t["histogram"], 1))
+        assert sum(t["histogram"]) == t["blocks"] > 0
     assert r["speedup"] == pytest.approx(r["tokens_per_s"] / r["target_tokens_per_s"])
     assert (tmp_path / "out.png").stat().st_size > 5000
 
