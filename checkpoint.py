@@ -627,9 +627,13 @@ def parse_export(c: dict, t: TargetConfig, fc_width: int) -> DrafterConfig:
         raise ValueError(f"is_causal {short(repr(causal), 40)} with full layers is not supported")
     if "sliding_attention" in kinds and not window:
         raise ValueError(f"layer_types has sliding layers, but sliding_window is {window}")
-    for name in ("output_multiplier", "input_embedding_scale"):
+    for name in ("output_multiplier", "input_embedding_scale", "attention_value_scale"):
         if real(either, name, 1.0, 0.0, 1e6) != 1:
             raise ValueError(f"{name} {either[name]} is not supported, only 1")
+    # These change what the same weights compute, so that the names of the weights do not tell.
+    for name, only in (("hidden_act", "silu"), ("is_neox_style", True), ("use_swa", False)):
+        if either.get(name) not in (None, only):
+            raise ValueError(f"{name} {short(repr(either[name]), 40)} is not supported, only {only}")
     sign = -1 if causal is False else 1
     theta, scaling = parse_rope(c)
     return DrafterConfig(

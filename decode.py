@@ -768,19 +768,18 @@ def report(groups: dict[str, Group], differences: list[dict] | None) -> dict:
     by_source = {name: group.totals() for name, group in groups.items()}
     total = {key: sum(t[key] for t in by_source.values()) for key in next(iter(by_source.values()))}
     ms: dict[str, list[float]] = collections.defaultdict(list)
-    histogram = None
+    jumps = {
+        name: [sum(n) for n in zip(*(a.jumps for a in g.drafted.answers), strict=True)]
+        for name, g in groups.items()
+    }
     for group in groups.values():
         for decoded in (group.drafted, group.alone):
             for name, times in decoded.ms.items():
                 ms[name] += times
-        for answer in group.drafted.answers:
-            histogram = [
-                sum(pair) for pair in zip(histogram or [0] * len(answer.jumps), answer.jumps, strict=True)
-            ]
     return {
         **rates(total),
-        "by_source": {name: rates(t) for name, t in by_source.items()},
-        "histogram": histogram,
+        "by_source": {name: {**rates(t), "histogram": jumps[name]} for name, t in by_source.items()},
+        "histogram": [sum(n) for n in zip(*jumps.values(), strict=True)],
         "identical": None if differences is None else not differences,
         "differences": differences,
         "draft_ms": mean(ms["draft"]),
@@ -906,9 +905,13 @@ def parse_flags(argv: list[str] | None) -> argparse.Namespace:
     if c.verify and c.temperature:
         raise ValueError("--verify --temperature: samples differ from run to run: leave one of them out")
     for name in filter(None, (c.json, c.png)):
+        if Path(name).is_dir():
+            raise ValueError(f"{data.short(name, 100)}: is a folder: give the name of a file")
         if not Path(name).absolute().parent.is_dir():
             name = data.short(name, 100)
             raise ValueError(f"{name}: there is no folder {Path(name).absolute().parent}: make it first")
+    if c.png and Path(c.png).suffix not in (".png", ".svg", ".pdf"):
+        raise ValueError(f"--png {data.short(c.png, 100)}: must end in .png, .svg or .pdf")
     c.device = c.device or ("cuda" if torch.cuda.is_available() else "cpu")
     c.dtype = c.dtype or ("bfloat16" if c.device == "cuda" else "float32")
     return c

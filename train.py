@@ -556,7 +556,8 @@ class Job:
 
     def load_models(self) -> None:
         c, d = self.c, self.drafter_config
-        show = self.world.local == 0 or self.world.place == self.world.drafters_per_node
+        first = self.world.local == 0 or self.world.place == self.world.drafters_per_node
+        show = first and sys.stderr.isatty()
         if self.world.runs_target:
             place = (c.folder, self.device, self.dtype)
             parts = (None, True) if c.decodes else (max(d.ids) + 1, False)  # training needs no more

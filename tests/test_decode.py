@@ -399,6 +399,9 @@ def test_the_command_decodes_with_the_newest_run_and_reports_evaluations_tau(
     assert by_source == pytest.approx(evaluated["eval_tau_by_source"], rel=1e-6)
     assert r["tokens"] == sum(n * size for size, n in enumerate(r["histogram"], 1))
     assert sum(r["histogram"]) == r["blocks"] and r["draft_ms"] > 0 and r["verify_ms"] > 0
+    for t in r["by_source"].values():
+        assert t["tokens"] == sum(n * size for size, n in enumerate(t["histogram"], 1))
+        assert sum(t["histogram"]) == t["blocks"] > 0
     assert r["speedup"] == pytest.approx(r["tokens_per_s"] / r["target_tokens_per_s"])
     assert (tmp_path / "out.png").stat().st_size > 5000
 
@@ -428,6 +431,8 @@ MISTAKES = {
     "both": (["--temperature", "1", "--verify"], "--verify"),
     "batch": (["--batch-size", "0"], "--batch-size"),
     "json": (["--json", "nowhere/a.json"], "no folder"),
+    "json folder": (["--json", "."], "is a folder"),
+    "picture": (["--png", "a.xyz"], "--png a.xyz: must end in"),
     "other target": (["--draft", "RUN/step-000030/export", "--target", "other"], "another target"),
 }
 
@@ -580,6 +585,10 @@ BROKEN_FORMS = {
     "block size": lambda c: c.pop("block_size"),
     "mask token": lambda c: c["dflash_config"].update(mask_token_id=1024),
     "not a dict": lambda c: c.update(dflash_config=[1]),
+    "activation": lambda c: c.update(hidden_act="gelu"),
+    "interleaved rope": lambda c: c.update(is_neox_style=False),
+    "window unnamed": lambda c: c["dflash_config"].update(use_swa=True, swa_window_size=64),
+    "value scale": lambda c: c["dflash_config"].update(attention_value_scale=0.5),
 }
 
 

@@ -220,6 +220,7 @@ def first_run(launcher, small, tmp_path_factory):
         timeout=90,
     )
     assert done.returncode == 0, done.stdout + done.stderr
+    assert "loading weights" not in done.stderr  # a bar that moves is for a terminal
     return place / "runs", done.stdout
 
 
