@@ -1020,4 +1020,9 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    code = main()
+    if "RANK" in os.environ:
+        import train
+
+        train.end(code)
+    sys.exit(code)

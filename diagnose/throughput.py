@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import itertools
 import json
 import math
 import os
@@ -882,7 +883,7 @@ def flags_of(run: Run) -> list[str]:
 
 
 def judge_balance(run: Run) -> Finding:
-    """Who waits for whom, and whether another split of these ranks would be faster."""
+    """Who waits for whom, and whether these ranks would be faster otherwise."""
     if run.colocate:
         return ok("colocate: no side waits for another")
     t, d = run.median("wait_target"), run.median("wait_drafter")
@@ -904,30 +905,31 @@ def judge_balance(run: Run) -> Finding:
     best, gain, kept = better_split(run)
     if gain < 1.1:
         return ok(f"{told}; no other split of these {run.world_size} ranks is faster", **data)
-    split = f"--drafters {best.drafters * run.nodes}"
+    together = best.layout == "colocate"
+    split = "--layout colocate" if together else f"--drafters {best.drafters * run.nodes}"
     told += f"; {split} would be {gain:.1f} times as fast"
     fix = f"torchrun --nproc_per_node={run.world_size // run.nodes} train.py "
-    fix += (
-        f"--resume {run.path} {split}"
-        if kept
-        else f"{split} ...  # a new run: a resumed one keeps its batches"
-    )
+    fix += f"--resume {run.path} {split}" if kept else f"{split} ..."
+    notes = [] if kept else ["a new run: a resumed one keeps its batches"]
+    notes += ["if it fits: python -m diagnose.memory --layout colocate ..."] if together else []
+    fix += f"  # {'; '.join(notes)}" if notes else ""
     return warn(told, fix, gain=gain, **data)
 
 
 def better_split(run: Run) -> tuple[Plan | None, float, bool]:
     """(the fastest split of a node for what its sides are busy with, times as fast as now, may this run be
-    resumed with it): a resumed run keeps its batches of a step.
+    resumed with it): a resumed run keeps its batches of a step. Colocate, which needs more memory, only where
+    it is faster than any.
     """
     c, (of_target, of_drafter) = run.config, busy(run)
     each = Times(of_target * run.targets / c.batches_per_step, of_drafter * run.drafters / c.batches_per_step)
     now = c.batches_per_step / (run.median("step_ms") / 1000)
     found = (None, 0.0, True)
-    for per_step in (c.batches_per_step, 0):
+    for layout, per_step in itertools.product(("split", "colocate"), (c.batches_per_step, 0)):
         machine = Machine(run.world_size // run.nodes, run.nodes)
         listed = plans(each, machine, per_step, c.depth, 0.0, tp=c.target_tp)
-        best = next((p for p in listed if p.layout == "split"), None)
-        if best and best.drafters * run.nodes == run.drafters:
+        best = next((p for p in listed if p.layout == layout), None)
+        if best and layout == "split" and best.drafters * run.nodes == run.drafters:
             continue  # it is what the run has, only measured otherwise
         gain = best.batches_per_s * run.nodes / now if best else 0.0
         if gain > 1.1 * max(1.0, found[1]):
@@ -1090,5 +1092,8 @@ def main(argv: list[str] | None = None) -> int:
 
 if __name__ == "__main__":
     code = main()
-    sys.stdout.flush()
+    if "RANK" in os.environ:
+        import train
+
+        train.end(code)
     sys.exit(code)

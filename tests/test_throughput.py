@@ -354,7 +354,25 @@ def test_the_split_that_a_run_has_is_no_better_one(job, capsys):
         ),
         capsys,
     )
-    state, told, _ = found["balance"]
+    state, told, fix = found["balance"]
+    assert "--drafters" not in told and "--layout colocate would be" in told, told
+    assert (
+        state == "warn" and "--resume" not in fix and "python -m diagnose.memory" in fix
+    )  # two batches a step
+
+
+def test_colocate_is_named_where_it_is_faster_and_that_is_how_fast_it_is(job, capsys):
+    """The drafter is always busy, the target a tenth of it: two that do both take 1.1 for two batches."""
+    run = job(drafters=1, world_size=2)
+    run.target = 0.1 * run.drafter
+    state, told, _ = verdicts(run.write(), capsys)["balance"]
+    assert state == "warn" and "--layout colocate would be 1.8 times as fast" in told, told
+
+
+def test_a_target_of_several_ranks_is_not_told_to_colocate(job, capsys):
+    run = job(drafters=1, world_size=3, target_tp=2)
+    run.target = 0.1 * run.drafter
+    state, told, _ = verdicts(run.write(), capsys)["balance"]
     assert state == "ok" and "no other split" in told, told
 
 
