@@ -1379,7 +1379,8 @@ def refuse_hopeless(c: Config, t: TargetConfig, world: World, with_budget: Calla
     """The estimate of headroom.py, before any weight is loaded: ValueError where it cannot fit."""
     have = device_memory(world)
     if have and not c.ignore_headroom:
-        if problem := headroom.refusal(with_budget, c, t, world.role, world.size, have):
+        asked = (with_budget, c, t, world.role, world.size, have)
+        if problem := headroom.refusal(*asked, nodes=world.nodes):
             raise ValueError(problem)
 
 
@@ -1418,7 +1419,8 @@ def memory_explained(job: Job) -> Iterator[None]:
             raise
         when = "in training" if job.ending.training else "before the first step"
         world, have = job.world, device_memory(job.world)
-        told = headroom.ran_out(error, job.with_budget, job.c, job.t, world.role, world.size, have)
+        asked = (job.with_budget, job.c, job.t, world.role, world.size, have)
+        told = headroom.ran_out(error, *asked, nodes=world.nodes)
         raise UserError(f"{world.name()} ran out of memory {when}{told}") from None
 
 
