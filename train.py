@@ -90,7 +90,7 @@ def option(default, text: str):
 class Config:
     """The flags. 0 or empty means: chosen for the target and the world size (`resolve`).
 
-    To add one: check it in `check_flags`; name it in `gate`'s key if it changes what is compiled, in
+    To add one: check it in `check_flags`; name it in `gate_key` if it changes what is compiled, in
     `changed_flags` if it changes the arithmetic, in headroom.py if it changes the memory, and in the README.
     """
 
@@ -1178,9 +1178,9 @@ def save(job: Job, step: int) -> None:
 
 def gate(job: Job) -> None:
     """One rank of each node and role compiles what the run will run; then the others read it."""
-    c, world, work = job.c, job.world, None
+    world, work = job.world, None
     cuda = job.device.type == "cuda"  # where it pays to compile more than attention
-    source = compile_utils.source_hash(model)
+    source = compile_utils.source_hash(model, fp8)
     say = job.folder.say if job.folder else lambda line: None  # rank 0 says it for all
     if world.drafts:
         drafter = job.drafter
@@ -1194,13 +1194,7 @@ def gate(job: Job) -> None:
         compile_target(job.target, say)
     if world.drafts or cuda:
         work = warm_up(job)
-    d = job.drafter_config
-    shape = (d.hidden, d.intermediate, d.heads, d.kv_heads, d.head_dim, d.vocab)
-    shape += d.windows if any(d.windows) else ()
-    key = f"T{c.token_budget} A{c.anchor_chunk} B{d.block_size} {shape} {job.dtype}"
-    key += f" {d.variant} {d.added()}" if d.variant != "dflash" else ""
-    key += f" tp{c.target_tp}" if c.target_tp > 1 else ""
-    key += " dpace" if c.loss_weights == "dpace" else ""
+    key = gate_key(job)
     share_cache(job, f"{key} {source}", say)
     try:
         compile_utils.gate(
@@ -1218,6 +1212,24 @@ def gate(job: Job) -> None:
     compile_utils.freeze()  # from here on a recompile is an error
     if world.target_group is not None:
         job.target.group = world.target_group  # till here each part ran alone, so that one rank can lead
+
+
+def gate_key(job: Job) -> str:
+    """What the compiled code of this run depends on, but for the build and the source. On a CPU that is the
+    drafter's layer alone.
+    """
+    c, d = job.c, job.drafter_config
+    shape = (d.hidden, d.intermediate, d.heads, d.kv_heads, d.head_dim, d.vocab)
+    shape += d.windows if any(d.windows) else ()
+    key = f"T{c.token_budget} A{c.anchor_chunk} B{d.block_size} {shape} {job.dtype}"
+    if job.device.type == "cuda":
+        key += f" layers {d.layers} taps {len(d.ids)} length {c.max_length} documents {c.max_batch_size}"
+    key += " fp8" if c.fp8 else ""
+    key += f" softcap {d.softcap:g}" if d.softcap else ""
+    key += f" {d.variant} {d.added()}" if d.variant != "dflash" else ""
+    key += f" tp{c.target_tp}" if c.target_tp > 1 else ""
+    key += " dpace" if c.loss_weights == "dpace" else ""
+    return key
 
 
 def compile_target(target: model.Target, say: Callable[[str], None]) -> None:
