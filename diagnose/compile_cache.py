@@ -433,9 +433,8 @@ def check_warm(place: Place, plan: tuple[str, str] | str) -> Finding:
         text = f"warm since {entry['date'][:16]}, {entry['graphs']} graphs, took {entry['seconds']} s: {key}"
         return ok(text, key=key, source=source, warm=True)
     if any(k.startswith(f"{key} ") for k in warm):
-        return warn(
-            f"cold: model.py or fp8.py changed since these shapes were compiled: {key}", start, key=key, warm=False
-        )
+        why = "model.py or fp8.py changed since these shapes were compiled"
+        return warn(f"cold: {why}: {key}", start, key=key, warm=False)
     return warn(f"cold: these shapes were never compiled here: {key}", start, key=key, warm=False)
 
 
