@@ -379,9 +379,8 @@ def read_manifest(path: Path) -> dict:
 @contextlib.contextmanager
 def _manifest_lock(manifest: Path) -> Iterator[None]:
     with open(manifest.with_suffix(".lock"), "a") as lock:
-        with contextlib.suppress(
-            OSError
-        ):  # some network file systems cannot lock; the rename still is atomic
+        # Some network file systems cannot lock; the rename still is atomic.
+        with contextlib.suppress(OSError):
             fcntl.flock(lock, fcntl.LOCK_EX)
         yield
 

@@ -889,9 +889,8 @@ def update(job: Job, weight: Tensor, lr: float) -> tuple[Tensor, Tensor]:
     torch._foreach_mul_(grads, torch.where(skip > 0, 0.0, factor))
     for group in job.optimizer.param_groups:
         group["lr"] = lr
-    job.optimizer.found_inf = (
-        skip  # what torch.amp's scaler hands over: the fused kernel then leaves all as it is
-    )
+    # What torch.amp's scaler hands over: the fused kernel then leaves all as it is.
+    job.optimizer.found_inf = skip
     job.optimizer.step()
     torch._foreach_zero_(grads)
     return norm, bad.float()
