@@ -13,6 +13,7 @@ from collections.abc import Callable
 
 import torch
 
+import decode
 import muon
 from model import TILE, DrafterConfig, TargetConfig
 
@@ -26,7 +27,6 @@ WORKSPACE = 150 * MIB  # of products, and rounding
 CPU_BASE = 700 * MIB  # a process that has imported torch
 TIGHT = 0.05  # less headroom than this share of the card is worth a warning
 MOST_TOKENS = 1 << 22
-DECODED_AT_A_TIME = 4  # prompts, by --eval-decode (decode.ROWS)
 ROLES = ("drafter", "target", "colocate")
 PARTS = (
     "weights",
@@ -128,7 +128,7 @@ def decodes(c, role: str) -> bool:
 
 def decoding_bytes(c, t: TargetConfig, d: DrafterConfig, size: int) -> int:
     """The caches of both models, the drafter in the compute dtype, the logits of a block."""
-    rows = min(DECODED_AT_A_TIME, c.eval_decode)
+    rows = min(decode.ROWS, c.eval_decode)
     of_token = 2 * size * (t.layers * t.kv_heads * t.head_dim + d.layers * d.kv_heads * d.head_dim)
     caches = rows * (c.max_length + d.block_size) * of_token
     return caches + size * d.parameters() + 3 * size * rows * d.block_size * t.vocab
