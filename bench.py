@@ -711,9 +711,8 @@ def bench_decode(flags: list[str]) -> tuple[dict, int]:
     found["sizes"] = {"batch_size": r["batch_size"], "max_new_tokens": r["max_new_tokens"]}
     found |= {k: r[k] for k in r if k not in ("differences", "by_source")}
     t = TargetConfig.from_folder(r["target"])
-    read = t.parameters(t.layers, head=True) - (
-        0 if t.tied else t.vocab * t.hidden
-    )  # a token looks up one row
+    looked_up = 0 if t.tied else t.vocab * t.hidden  # a token takes one row of an embedding of its own
+    read = t.parameters(t.layers, head=True) - looked_up
     size = torch.empty(0, dtype=getattr(torch, r["dtype"])).element_size()
     found |= {"bytes": read * size, "gbs": read * size / r["step_ms"] / 1e6}
     found["ceiling_gbs"] = copy_gbs(torch.device(r["device"]))

@@ -379,9 +379,8 @@ def read_manifest(path: Path) -> dict:
 @contextlib.contextmanager
 def _manifest_lock(manifest: Path) -> Iterator[None]:
     with open(manifest.with_suffix(".lock"), "a") as lock:
-        with contextlib.suppress(
-            OSError
-        ):  # some network file systems cannot lock; the rename still is atomic
+        # Some network file systems cannot lock; the rename still is atomic.
+        with contextlib.suppress(OSError):
             fcntl.flock(lock, fcntl.LOCK_EX)
         yield
 
@@ -900,11 +899,11 @@ class _Meeting:
         self.beats: dict[int, tuple[bytes, float]] = {}  # of the others: last beat and when it changed
 
     def say_state(self, state: str) -> None:
-        entry = [state, self.role, platform.node(), os.getpid()]
+        entry = [state, self.role, platform.node(), os.getpid(), _pid_space()]
         self.store.set(f"state/{self.rank}", json.dumps(entry))
 
     def states(self) -> dict[int, list]:
-        """{rank: [state, role, host, pid]} of the ranks that have arrived, or said that they are coming."""
+        """{rank: [state, role, host, pid, pid space]} of the ranks that have arrived or are on the way."""
         keys = [(rank, f"state/{rank}") for rank in range(self.world)]
         return {rank: json.loads(self.store.get(key)) for rank, key in keys if self.store.check([key])}
 
@@ -970,11 +969,11 @@ class _Meeting:
         self.raise_failure()
 
     def look_for_lost(self) -> None:
-        """Processes of this host that are gone, ranks elsewhere that compile and have fallen silent."""
+        """Processes that this one would see and that are gone; ranks elsewhere that compile in silence."""
         now = time.monotonic()
-        for rank, (state, role, host, pid) in self.states().items():
+        for rank, (state, role, host, pid, space) in self.states().items():
             why = ""
-            if host == platform.node() and rank != self.rank:
+            if space == _pid_space() and rank != self.rank:
                 why = (
                     "" if _alive(pid) else f"its process {pid} is gone (killed? see dmesg for out of memory)"
                 )
@@ -1030,6 +1029,15 @@ class _Meeting:
         finally:
             stop.set()
             thread.join(timeout=2)
+
+
+def _pid_space() -> str:
+    """Where a process id means one process: containers and machines may share a host name."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot} {os.readlink('/proc/self/ns/pid')}"
+    except OSError:
+        return platform.node()
 
 
 def _alive(pid: int) -> bool:

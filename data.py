@@ -885,10 +885,10 @@ class Worker:
             self._fail(f"ended its process (exit code {self.process.wait()})")
 
     def _readable(self, limit_s: float) -> bool:
-        ready = select.select([self.process.stdout], [], [], limit_s)[0]
-        return bool(
-            ready or select.select([self.process.stdout], [], [], 1.0)[0]
-        )  # 1 s: we ourselves were stopped
+        for wait_s in (limit_s, 1.0):  # once more: it may be this process that was stopped
+            if select.select([self.process.stdout], [], [], wait_s)[0]:
+                return True
+        return False
 
     def _fail(self, what: str) -> None:
         self.close()
@@ -1170,9 +1170,8 @@ def file_digest(path: Path, cache_dir: Path) -> str:
     with path.open("rb") as file:
         while block := file.read(1 << 20):
             digest.update(block)
-    if (
-        time.time() - stat.st_mtime > 2
-    ):  # a file just written may change again within its time stamp's resolution
+    # A file just written may change again within its time stamp's resolution.
+    if time.time() - stat.st_mtime > 2:
         write_whole(memo, json.dumps({"state": state, "digest": digest.hexdigest()}).encode())
     return digest.hexdigest()
 

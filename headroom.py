@@ -13,6 +13,7 @@ from collections.abc import Callable
 
 import torch
 
+import decode
 import muon
 from model import TILE, DrafterConfig, TargetConfig
 
@@ -26,7 +27,6 @@ WORKSPACE = 150 * MIB  # of products, and rounding
 CPU_BASE = 700 * MIB  # a process that has imported torch
 TIGHT = 0.05  # less headroom than this share of the card is worth a warning
 MOST_TOKENS = 1 << 22
-DECODED_AT_A_TIME = 4  # prompts, by --eval-decode (decode.ROWS)
 ROLES = ("drafter", "target", "colocate")
 PARTS = (
     "weights",
@@ -128,7 +128,7 @@ def decodes(c, role: str) -> bool:
 
 def decoding_bytes(c, t: TargetConfig, d: DrafterConfig, size: int) -> int:
     """The caches of both models, the drafter in the compute dtype, the logits of a block."""
-    rows = min(DECODED_AT_A_TIME, c.eval_decode)
+    rows = min(decode.ROWS, c.eval_decode)
     of_token = 2 * size * (t.layers * t.kv_heads * t.head_dim + d.layers * d.kv_heads * d.head_dim)
     caches = rows * (c.max_length + d.block_size) * of_token
     return caches + size * d.parameters() + 3 * size * rows * d.block_size * t.vocab
@@ -195,13 +195,13 @@ def largest_anchor_chunk(c, t: TargetConfig, role: str, ranks: int, have: int, s
     return c.anchors if fits(c.anchors) else search(fits, step, c.anchors)
 
 
-def smallest_target_tp(c, t: TargetConfig, ranks: int, have: int, size: int = 2) -> int:
-    """The fewest ranks a target, more than now, whose part of it fits; 0: none do."""
-    for parts in range(c.target_tp + 1, ranks) if c.target_backend == "native" else ():
+def smallest_target_tp(c, t: TargetConfig, per_node: int, have: int, size: int = 2) -> int:
+    """The fewest ranks a target, more than now, whose part fits beside a node's drafter; 0: none do."""
+    for parts in range(c.target_tp + 1, per_node) if c.target_backend == "native" else ():
         with contextlib.suppress(ValueError):  # not a number that divides the target evenly
             t.part(parts)
             changed = dataclasses.replace(c, target_tp=parts)
-            if estimate(changed, t, "target", ranks, size).peak <= have:
+            if estimate(changed, t, "target", per_node, size).peak <= have:
                 return parts
     return 0
 
@@ -225,20 +225,24 @@ def said(amount: int) -> str:
 # ---------------------------------------------------------------- in training
 
 
-def advice(resolved: Callable, c, t: TargetConfig, role: str, ranks: int, have: int, size: int) -> str:
+def advice(
+    resolved: Callable, c, t: TargetConfig, role: str, ranks: int, have: int, size: int, nodes: int
+) -> str:
     """The flags that would fit, as the end of a message."""
     budget = largest_token_budget(resolved, t, role, ranks, have, size)
     chunk = largest_anchor_chunk(c, t, role, ranks, have, size) if role != "target" else 0
     flags = [f"--token-budget {budget}"] if budget else []
     flags += [f"--anchor-chunk {chunk}"] if 0 < chunk < c.anchor_chunk else []
-    parts = smallest_target_tp(c, t, ranks, have, size) if role == "target" else 0
+    parts = smallest_target_tp(c, t, ranks // nodes, have, size) if role == "target" else 0
     flags += [f"--target-tp {parts}"] if parts else []
     if not flags:
         return "no --token-budget fits: use a larger card, a smaller target or fewer --draft-layers"
     return "give " + " or ".join(flags)
 
 
-def refusal(resolved: Callable, c, t: TargetConfig, role: str, ranks: int, have: int, size: int = 2) -> str:
+def refusal(
+    resolved: Callable, c, t: TargetConfig, role: str, ranks: int, have: int, size: int = 2, nodes: int = 1
+) -> str:
     """One line if this rank cannot hold what it will be asked to, else nothing."""
     role = role_name(role)
     need = estimate(c, t, role, ranks, size)
@@ -246,8 +250,8 @@ def refusal(resolved: Callable, c, t: TargetConfig, role: str, ranks: int, have:
         return ""
     return (
         f"--token-budget {c.token_budget}: a {role} rank needs {said(need.peak)} ({need.moment}), its GPU "
-        f"has {said(have)}: {advice(resolved, c, t, role, ranks, have, size)}, or --ignore-headroom to try "
-        "all the same (python -m diagnose.memory shows where it goes)"
+        f"has {said(have)}: {advice(resolved, c, t, role, ranks, have, size, nodes)}, or --ignore-headroom "
+        "to try all the same (python -m diagnose.memory shows where it goes)"
     )
 
 
@@ -260,7 +264,14 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def ran_out(
-    error: BaseException, resolved: Callable, c, t: TargetConfig, role: str, ranks: int, have: int
+    error: BaseException,
+    resolved: Callable,
+    c,
+    t: TargetConfig,
+    role: str,
+    ranks: int,
+    have: int,
+    nodes: int = 1,
 ) -> str:
     """What follows `rank 3 (target) ran out of memory`: how full it was, what it held, what would fit.
 
@@ -283,5 +294,5 @@ def ran_out(
     return (
         (f" ({'; '.join(full)})" if full else "")
         + f": on paper {said(held.peak)} at its peak ({held.moment}): {listed}: "
-        + advice(resolved, c, t, role, ranks, less, size)
+        + advice(resolved, c, t, role, ranks, less, size, nodes)
     )

@@ -28,9 +28,8 @@ from model import MOST_LAYERS, WIDEST, number, real
 
 VERSIONS = "transformers>=5,<6"
 SCORES = 1 << 28  # attention scores at a time where the library can only form them whole
-PADDING = (
-    4 / 3
-)  # documents share a padded batch while the longest is at most so much longer than the shortest
+# Documents share a padded batch while the longest is at most so much longer than the shortest.
+PADDING = 4 / 3
 EPS_NAMES = ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "layernorm_epsilon", "norm_eps")
 CAP_NAMES = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
 EXPERT_NAMES = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")

@@ -81,9 +81,8 @@ def rope_frequencies(head_dim: int, theta: float, scaling: dict | None) -> Tenso
     if kind == "llama3":
         low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
         turns = scaling["original_max_position_embeddings"] * freq / (2 * math.pi)
-        keep = ((turns - low) / (high - low)).clamp(
-            0, 1
-        )  # 1: a short wave, unchanged; 0: a long one, stretched
+        # 1: a short wave, unchanged; 0: a long one, stretched
+        keep = ((turns - low) / (high - low)).clamp(0, 1)
         return freq * keep + freq / scaling["factor"] * (1 - keep)
     return freq
 
@@ -355,9 +354,8 @@ def packed_causal_attention(
     if q.is_cuda:
         span = (window - 1 if window else -1, 0)
         out = varlen_attn(q, k, v, cu_seqlens, cu_seqlens, longest, longest, window_size=span, **VARLEN_GQA)
-        real = (
-            torch.arange(len(q), device=q.device) < cu_seqlens[-1]
-        )  # the kernel leaves the other rows unwritten
+        # The kernel leaves the other rows unwritten.
+        real = torch.arange(len(q), device=q.device) < cu_seqlens[-1]
         return torch.where(real[:, None, None], out, 0)
     out = torch.zeros_like(q)
     bounds = cu_seqlens.tolist()

@@ -33,13 +33,8 @@ class Shapes:
     """The static shapes of every message of a run."""
 
     def __init__(self, tokens: int, anchors: int, documents: int, width: int, dtype: torch.dtype):
-        self.tokens, self.anchors, self.documents, self.width, self.dtype = (
-            tokens,
-            anchors,
-            documents,
-            width,
-            dtype,
-        )
+        self.tokens, self.anchors, self.documents = tokens, anchors, documents
+        self.width, self.dtype = width, dtype
 
     @property
     def integers(self) -> int:
@@ -123,9 +118,8 @@ class Sender:
     def __init__(self, world: World, shapes: Shapes, depth: int):
         self.world, self.shapes, self.waits = world, shapes, Waits(world.device)
         self.buffers, self.turn = Buffers(shapes, depth, world.device), 0
-        self.sends: list[tuple] = [
-            ()
-        ] * depth  # works (and what they must keep alive) of each buffer's last message
+        # Of each buffer's last message: works, and what they must keep alive.
+        self.sends: list[tuple] = [()] * depth
 
     def buffer(self) -> Tensor:
         """The next buffer to write features into; waits until its last message has left."""

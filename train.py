@@ -90,7 +90,7 @@ def option(default, text: str):
 class Config:
     """The flags. 0 or empty means: chosen for the target and the world size (`resolve`).
 
-    To add one: check it in `check_flags`; name it in `gate`'s key if it changes what is compiled, in
+    To add one: check it in `check_flags`; name it in `gate_key` if it changes what is compiled, in
     `changed_flags` if it changes the arithmetic, in headroom.py if it changes the memory, and in the README.
     """
 
@@ -889,9 +889,8 @@ def update(job: Job, weight: Tensor, lr: float) -> tuple[Tensor, Tensor]:
     torch._foreach_mul_(grads, torch.where(skip > 0, 0.0, factor))
     for group in job.optimizer.param_groups:
         group["lr"] = lr
-    job.optimizer.found_inf = (
-        skip  # what torch.amp's scaler hands over: the fused kernel then leaves all as it is
-    )
+    # What torch.amp's scaler hands over: the fused kernel then leaves all as it is.
+    job.optimizer.found_inf = skip
     job.optimizer.step()
     torch._foreach_zero_(grads)
     return norm, bad.float()
@@ -1178,9 +1177,9 @@ def save(job: Job, step: int) -> None:
 
 def gate(job: Job) -> None:
     """One rank of each node and role compiles what the run will run; then the others read it."""
-    c, world, work = job.c, job.world, None
+    world, work = job.world, None
     cuda = job.device.type == "cuda"  # where it pays to compile more than attention
-    source = compile_utils.source_hash(model)
+    source = compile_utils.source_hash(model, fp8)
     say = job.folder.say if job.folder else lambda line: None  # rank 0 says it for all
     if world.drafts:
         drafter = job.drafter
@@ -1194,13 +1193,7 @@ def gate(job: Job) -> None:
         compile_target(job.target, say)
     if world.drafts or cuda:
         work = warm_up(job)
-    d = job.drafter_config
-    shape = (d.hidden, d.intermediate, d.heads, d.kv_heads, d.head_dim, d.vocab)
-    shape += d.windows if any(d.windows) else ()
-    key = f"T{c.token_budget} A{c.anchor_chunk} B{d.block_size} {shape} {job.dtype}"
-    key += f" {d.variant} {d.added()}" if d.variant != "dflash" else ""
-    key += f" tp{c.target_tp}" if c.target_tp > 1 else ""
-    key += " dpace" if c.loss_weights == "dpace" else ""
+    key = gate_key(job)
     share_cache(job, f"{key} {source}", say)
     try:
         compile_utils.gate(
@@ -1218,6 +1211,24 @@ def gate(job: Job) -> None:
     compile_utils.freeze()  # from here on a recompile is an error
     if world.target_group is not None:
         job.target.group = world.target_group  # till here each part ran alone, so that one rank can lead
+
+
+def gate_key(job: Job) -> str:
+    """What the compiled code of this run depends on, but for the build and the source. On a CPU that is the
+    drafter's layer alone.
+    """
+    c, d = job.c, job.drafter_config
+    shape = (d.hidden, d.intermediate, d.heads, d.kv_heads, d.head_dim, d.vocab)
+    shape += d.windows if any(d.windows) else ()
+    key = f"T{c.token_budget} A{c.anchor_chunk} B{d.block_size} {shape} {job.dtype}"
+    if job.device.type == "cuda":
+        key += f" layers {d.layers} taps {len(d.ids)} length {c.max_length} documents {c.max_batch_size}"
+    key += " fp8" if c.fp8 else ""
+    key += f" softcap {d.softcap:g}" if d.softcap else ""
+    key += f" {d.variant} {d.added()}" if d.variant != "dflash" else ""
+    key += f" tp{c.target_tp}" if c.target_tp > 1 else ""
+    key += " dpace" if c.loss_weights == "dpace" else ""
+    return key
 
 
 def compile_target(target: model.Target, say: Callable[[str], None]) -> None:
@@ -1379,7 +1390,8 @@ def refuse_hopeless(c: Config, t: TargetConfig, world: World, with_budget: Calla
     """The estimate of headroom.py, before any weight is loaded: ValueError where it cannot fit."""
     have = device_memory(world)
     if have and not c.ignore_headroom:
-        if problem := headroom.refusal(with_budget, c, t, world.role, world.size, have):
+        asked = (with_budget, c, t, world.role, world.size, have)
+        if problem := headroom.refusal(*asked, nodes=world.nodes):
             raise ValueError(problem)
 
 
@@ -1418,7 +1430,8 @@ def memory_explained(job: Job) -> Iterator[None]:
             raise
         when = "in training" if job.ending.training else "before the first step"
         world, have = job.world, device_memory(job.world)
-        told = headroom.ran_out(error, job.with_budget, job.c, job.t, world.role, world.size, have)
+        asked = (job.with_budget, job.c, job.t, world.role, world.size, have)
+        told = headroom.ran_out(error, *asked, nodes=world.nodes)
         raise UserError(f"{world.name()} ran out of memory {when}{told}") from None
 
 

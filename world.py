@@ -193,7 +193,7 @@ class World:
         try:
             result = work()
         except (UserError, ValueError, OSError) as problem:
-            error = f"{problem}"
+            error = f"{problem}" or type(problem).__name__  # an empty message is a failure too
         errors = self.gather(error)
         for message in errors:
             if message:
@@ -232,7 +232,16 @@ class Control:
         """
         if step in self.pending:
             work, _, out = self.pending.pop(step)
-            work.wait()
+            try:
+                work.wait()
+            except RuntimeError as error:
+                if "timed out" not in f"{error}".lower():
+                    raise
+                raise UserError(
+                    f"{self.world.name()} has waited {SHORT_S:.0f} s for another rank to end step {step}: it "
+                    "hangs, or its batches (give a smaller --token-budget) or its disk (a larger "
+                    "--save-every) are that slow"
+                ) from error
             self.known[step] = torch.stack(out)
         if step not in self.known:
             return None

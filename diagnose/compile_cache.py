@@ -433,9 +433,8 @@ def check_warm(place: Place, plan: tuple[str, str] | str) -> Finding:
         text = f"warm since {entry['date'][:16]}, {entry['graphs']} graphs, took {entry['seconds']} s: {key}"
         return ok(text, key=key, source=source, warm=True)
     if any(k.startswith(f"{key} ") for k in warm):
-        return warn(
-            f"cold: model.py changed since these shapes were compiled: {key}", start, key=key, warm=False
-        )
+        why = "model.py or fp8.py changed since these shapes were compiled"
+        return warn(f"cold: {why}: {key}", start, key=key, warm=False)
     return warn(f"cold: these shapes were never compiled here: {key}", start, key=key, warm=False)
 
 
@@ -459,7 +458,8 @@ def run_plan(flags: list[str]) -> tuple[str, str] | str:
 def _job(flags: list[str], light: bool):
     """A train.Job with only what its gate needs: no data, no target weights, no process group.
 
-    `light` leaves the drafter out too; the plan does not touch it.
+    `light` leaves both models out; the plan does not touch them. All layers of a target with the same window
+    run one compiled code, so that one of them will do.
     """
     import types
 
@@ -490,8 +490,13 @@ def _job(flags: list[str], light: bool):
         job.drafter, job.optimizer = types.SimpleNamespace(), None
         return job
     table = torch.ones(d.vocab, d.hidden, dtype=job.dtype, device=job.device)
-    job.drafter = model.Drafter(d, table, table).to(job.device)
+    job.drafter = model.Drafter(d, table, table, in_fp8=c.fp8).to(job.device)
+    job.drafter.dpace = c.loss_weights == "dpace"
     job.optimizer = torch.optim.SGD(job.drafter.parameters())
+    job.world.runs_target = train.backend(c) is model  # others are never compiled
+    if job.world.runs_target:
+        layers = max(d.ids) + 1 if any(t.windows) else 1
+        job.target = model.Target(t, layers, head=False, parts=asked_tp).to(job.device, job.dtype)
     return job
 
 

@@ -15,8 +15,11 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 
 import compile_utils
+import model
+import train
 from diagnose import compile_cache
 from diagnose.report import Report
 
@@ -170,7 +173,7 @@ def test_state_model_edited(cache):
     )
     code, found = diagnose(cache.root)
     assert code == 0 and bad(found) == {"warm": "warn"}
-    assert "model.py changed" in text(found, "warm")
+    assert "model.py or fp8.py changed" in text(found, "warm")
 
 
 def test_state_other_shapes(cache, monkeypatch):
@@ -503,6 +506,42 @@ def test_probe_compiles_in_a_fresh_child_and_hits_the_second_time(tmp_path, monk
     assert compile_cache.main(args) == 0
     third = compile_cache.check_probe(place, "probed:work", [])
     assert third.state == "warn" and "entries did not load" in third.message, third
+
+
+def test_the_probe_runs_all_of_the_runs_gate(monkeypatch):
+    """What the child calls unless it is told otherwise; eager here, to be quick."""
+    monkeypatch.setenv("TORCH_COMPILE_DISABLE", "1")
+    flags = "--token-budget 256 --anchors 32 --draft-layers 1 --loss-weights dpace".split()
+    ran = []
+    for owner, name in ((model.Target, "features"), (train, "accumulate"), (model, "dpace_weights")):
+        call = getattr(owner, name)
+        monkeypatch.setattr(owner, name, lambda *a, n=name, call=call, **k: (ran.append(n), call(*a, **k))[1])
+    try:
+        compile_cache.run_gate(flags)
+    finally:
+        compile_utils.thaw()
+    assert compile_utils.last_report().ranks[0].worked
+    assert set(ran) == {"features", "accumulate", "dpace_weights"}
+
+
+def on_gpu(flags: list[str]) -> str:
+    """The key of such a run where more than the drafter's layer is compiled."""
+    job = compile_cache._job(flags, light=True)
+    job.device = torch.device("cuda", 0)
+    return train.gate_key(job)
+
+
+@pytest.mark.parametrize(
+    "flags", ["--fp8", "--draft-layers 3", "--taps 3", "--max-length 256", "--max-batch-size 7",
+              "--loss-weights dpace", "--anchor-chunk 64", "--variant dflash2", "--target-tp 2"],
+)  # fmt: skip
+def test_what_changes_the_compiled_code_is_in_the_key(flags):
+    assert on_gpu(flags.split()) != on_gpu([])
+
+
+@pytest.mark.parametrize("flags", ["--lr 1e-3", "--seed 7", "--epochs 2", "--optimizer muon", "--depth 3"])
+def test_what_leaves_the_compiled_code_alone_is_not_in_the_key(flags):
+    assert on_gpu(flags.split()) == on_gpu([])
 
 
 def test_the_command_in_the_docstring_runs_and_the_run_plan_is_train_pys(tmp_path):

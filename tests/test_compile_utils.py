@@ -3,9 +3,11 @@
 One cold compile serves all tests that need one (`starts`).
 """
 
+import contextlib
 import datetime
 import json
 import os
+import platform
 import re
 import signal
 import socket
@@ -390,6 +392,19 @@ def test_killed_leader_is_noticed_by_all(tmp_path, leader):
         code, said, _ = results[rank]
         assert code == 3 and said[0]["seconds"] < 20
         assert re.search(lost if leader else "rank that holds the store is gone", said[0]["error"])
+
+
+def test_a_rank_of_another_container_with_this_host_name_is_not_lost(monkeypatch):
+    """Its process id means nothing here; one of this pid namespace that is gone is lost at once."""
+    meeting = compile_utils._Meeting(None, "gate", "drafter", 60.0, print)
+    gone = subprocess.Popen(["true"])
+    gone.wait()
+    here = compile_utils._pid_space()
+    for space, lost in ((f"{here} of a container", False), (here, True)):
+        entry = ["compiling", "drafter", platform.node(), gone.pid, space]
+        monkeypatch.setattr(meeting, "states", lambda entry=entry: {1: entry})
+        with pytest.raises(GateError, match="lost rank 1") if lost else contextlib.nullcontext():
+            meeting.look_for_lost()
 
 
 def test_time_out_names_the_rank_that_still_compiles(tmp_path):

@@ -147,6 +147,8 @@ def test_a_target_that_is_too_large_is_told_how_many_ranks_share_it(tmp_path, ca
     q = memory.Question([*asked, "--target-tp", "2"], 8, 1)
     told = headroom.refusal(q.resolved, q.config, q.target, "target", 8, 60 << 30)
     assert "or --target-tp 4, or --ignore-headroom" in told or "give --target-tp 4" in told
+    told = headroom.refusal(q.resolved, q.config, q.target, "target", 8, 60 << 30, nodes=2)
+    assert "--target-tp" not in told  # a node of 4 ranks has no room for a target of 4 and a drafter
     whole = dataclasses.replace(q.config, target_tp=1)
     both = [headroom.estimate(c, q.target, "colocate", 8).peak for c in (whole, q.config)]
     assert both[0] == both[1]  # a rank that does both has all of it

@@ -260,6 +260,33 @@ def test_metrics_have_the_keys_of_the_contract(first_run):
     assert records[0]["eval_acc_len"] < 1.1 < math.log(1024) / 6 and records[6]["loss"] < records[1]["loss"]
 
 
+def test_the_learning_rate_rises_in_a_line_and_falls_as_a_cosine():
+    job = object.__new__(train.Job)
+    job.c, job.total_steps = train.Config(lr=2.0, warmup_ratio=0.04), 200
+    assert [job.lr(step) for step in (1, 4, 8)] == [0.25, 1.0, 2.0]
+    falling = [job.lr(step) for step in (8, 56, 104, 152, 200)]
+    assert falling == pytest.approx([1 + math.cos(math.pi * quarter / 4) for quarter in range(5)])
+
+
+def test_a_record_adds_up_what_the_ranks_did(monkeypatch):
+    """Two drafters and a target: tokens of all in the time of the slowest drafter, each side's mean wait."""
+    for name, value in {"RANK": 0, "WORLD_SIZE": 3, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 3}.items():
+        monkeypatch.setenv(name, str(value))
+    pulse = object.__new__(train.Pulse)
+    world = train.World("split", 2)
+    pulse.job, pulse.speed = SimpleNamespace(world=world, total_steps=10, lr=lambda step: 1.0), [2.0]
+    of_ranks = {"step_s": [2.0, 4.0, 3.0], "wait_s": [1.0, 1.0, 0.3], "data_s": [0.0, 0.0, 0.6]}
+    of_ranks |= {"tokens": [100, 140, 0], "peak_gib": [1, 2, 3], "free_gib": [9, 8, 7]}
+    sums = {"loss": 6.0, "weight": 4.0, "right": 3.0, "slots": 12.0, "prefix": 5.0, "blocks": 2.0}
+    m = pulse.record(
+        4, of_ranks | {k: [v] * 3 for k, v in (sums | {"grad_norm": 7.0, "skipped": 0.0}).items()}
+    )
+    wanted = {"loss": 1.5, "acc": 0.25, "acc_len": 3.5, "step_ms": 4000.0, "tokens_per_s": 60.0}
+    wanted |= {"wait_drafter": 0.375, "wait_target": 0.1, "wait_data": 0.2, "peak_gib": 3, "headroom_gib": 7}
+    wanted |= {"step": 4, "lr": 1.0, "grad_norm": 7.0, "eta_s": 18.0}
+    assert m == pytest.approx(wanted)
+
+
 SLOW_DATA = """
 import time
 plain = train.Batches.train

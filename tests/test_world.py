@@ -1,7 +1,11 @@
 """Who drafts, which batch goes where, how ranks agree, and how they end."""
 
+import datetime
+import os
+
 import pytest
 import torch
+import torch.distributed as dist
 
 from world import Control, UserError, World
 
@@ -79,6 +83,13 @@ def together(rank: int) -> None:
 
     with pytest.raises(UserError, match=r"^saving: disk is full$"):
         world.together(fail, "saving")
+
+    def fail_without_a_word():
+        if rank == 1:
+            raise BrokenPipeError
+
+    with pytest.raises(UserError, match=r"^saving: BrokenPipeError$"):
+        world.together(fail_without_a_word, "saving")
     assert world.gather("still here") == ["still here"] * 3
     world.leave()
 
@@ -107,7 +118,22 @@ def control(rank: int) -> None:
     world.leave()
 
 
-@pytest.mark.parametrize("work", [together, control], ids=lambda f: f.__name__)
+def control_times_out(rank: int) -> None:
+    """Who waits too long for a step of another rank says for what, and what to do."""
+    world = joined("split", 2)
+    world.control = dist.new_group(backend="gloo", timeout=datetime.timedelta(seconds=1))
+    exchange = Control(world, 1, ("loss",))
+    if rank:
+        exchange.post(1, {"loss": 1.0})
+        with pytest.raises(
+            UserError, match=rf"^rank {rank} .* waited 120 s for another rank to end step 1: "
+        ):
+            exchange.read(1)
+    world.gather("done")
+    os._exit(0)  # an exchange that nobody ended would hold up an orderly end
+
+
+@pytest.mark.parametrize("work", [together, control, control_times_out], ids=lambda f: f.__name__)
 def test_on_three_ranks(launcher, work):
     launcher.call(3, f"test_world.{work.__name__}", limit_s=60).good()
 
