@@ -35,7 +35,7 @@ from pathlib import Path
 if not __package__:  # python diagnose/throughput.py: same imports as python -m diagnose.throughput
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from diagnose.report import Finding, Report, add_arguments, fail, ok, skip, warn, writable
+from diagnose.report import Finding, Report, add_arguments, fail, ok, picture, skip, warn
 
 GPUS = {  # dense bf16 TFLOP/s by data sheet; the later name wins where two fit
     "A100": 312, "A10": 125, "A40": 150, "A6000": 155, "L4": 121, "L40": 181, "L40S": 362, "H20": 148,
@@ -1045,7 +1045,7 @@ def parse(argv: list[str] | None) -> tuple[argparse.Namespace, list[str]]:
         "--simulate", default="", metavar="nodes=8,gpus=8,...", help="predict a cluster on paper"
     )
     parser.add_argument("--nvlink", default="300GB", help="what two GPUs of a node send each other (300GB)")
-    parser.add_argument("--png", type=writable, metavar="FILE", help="draw the timeline of the best split")
+    parser.add_argument("--png", type=picture, metavar="FILE", help="draw the timeline of the best split")
     parser.add_argument("--measure-role", nargs=2, default=None, help=argparse.SUPPRESS)
     add_arguments(parser)
     args, flags = parser.parse_known_args(argv)
