@@ -433,7 +433,10 @@ MISTAKES = {
     "json": (["--json", "nowhere/a.json"], "no folder"),
     "json folder": (["--json", "."], "is a folder"),
     "one file": (["--json", "a.png", "--png", "a.png"], "the same file"),
-    "full disk": (["--limit", "1", "--max-new-tokens", "2", "--json", "/dev/full"], "/dev/full: could not"),
+    "full disk": (
+        ["--draft", "RUN", "--limit", "1", "--max-new-tokens", "2", "--json", "/dev/full"],
+        "/dev/full: could not be written",
+    ),
     "picture": (["--png", "a.xyz"], "--png a.xyz: must end in"),
     "other target": (["--draft", "RUN/step-000030/export", "--target", "other"], "another target"),
 }
