@@ -627,7 +627,7 @@ def test_a_weight_too_large_for_a_float_is_refused(tmp_path):
     weights = load_file(folder / "model.safetensors")
     weights["norm.weight"] = torch.full(weights["norm.weight"].shape, 1e300, dtype=torch.float64)
     save_file(weights, folder / "model.safetensors")
-    with pytest.raises(ValueError, match="norm.weight is not finite"):
+    with pytest.raises(ValueError, match=r"norm\.weight is not finite"):
         checkpoint.load_drafter(folder, TINY)
 
 
