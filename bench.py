@@ -801,14 +801,20 @@ COMPARED = (
 
 def compare(a: dict, b: dict, names: tuple[str, str]) -> str:
     """Two results of the same work as one table. ValueError where it was not the same work."""
+    shown = lambda value: data.short(str(value), 120)  # noqa: E731
     for field in ("bench", "shape", "sizes"):
         if a.get(field) != b.get(field):
             raise ValueError(
-                f"compare: {field} is {a.get(field)} in {names[0]} and {b.get(field)} in {names[1]}: "
+                f"compare: {field} is {shown(a.get(field))} in {names[0]} and {shown(b.get(field))} in "
+                f"{names[1]}: "
                 "measure the same shape twice"
             )
     rows = [(f, a.get(f), b.get(f)) for f in ("dtype", "gpu", "torch", "commit", "anchor_chunk")]
-    rows = [(f, x, y, "" if x == y else "differs") for f, x, y in rows if x is not None or y is not None]
+    rows = [
+        (f, shown(x), shown(y), "" if x == y else "differs")
+        for f, x, y in rows
+        if x is not None or y is not None
+    ]
 
     def numbers(name: str, x: float | None, y: float | None) -> tuple:
         return name, *(f"{v:.4g}" for v in (x, y)), f"{100 * (y / x - 1):+.1f}%" if x else ""
@@ -829,8 +835,21 @@ def compare(a: dict, b: dict, names: tuple[str, str]) -> str:
 
 def read_result(name: str) -> dict:
     found = data.read_json(Path(name), "measure it again")
-    if found is None or found.get("bench") not in KINDS or type(found.get("median_ms")) not in (int, float):
+    if found is None or found.get("bench") not in KINDS or "median_ms" not in found:
         raise ValueError(f"{name}: no result of bench.py: give a file that --json wrote")
+    for field in ("parts_ms", "ms"):
+        if not isinstance(found.get(field, {}), dict):
+            raise ValueError(f"{name}: {field} is no object: measure it again")
+    listed = [(f, found.get(f)) for f in COMPARED]
+    listed += [(p, ms) for field in ("parts_ms", "ms") for p, ms in found.get(field, {}).items()]
+    for field, value in listed:
+        missing = value is None and field != "median_ms"
+        if not missing and not (type(value) in (int, float) and abs(value) < 1e18):  # json reads NaN too
+            raise ValueError(
+                f"{name}: {data.short(field, 40)} {data.short(str(value), 40)} is no number: measure it again"
+            )
+    if not found["median_ms"] > 0:
+        raise ValueError(f"{name}: median_ms {found['median_ms']} must be above 0: measure it again")
     return found
 
 
@@ -866,6 +885,8 @@ def parse(argv: list[str] | None) -> tuple[argparse.Namespace, list[str]]:
         parser.error(f"--repeats {args.repeats}: must be at least 1")
     if args.json and not Path(args.json).absolute().parent.is_dir():
         parser.error(f"--json {args.json}: there is no folder {Path(args.json).absolute().parent}")
+    if args.json and Path(args.json).is_dir():
+        parser.error(f"--json {args.json}: is a folder: give the name of a file")
     return args, rest
 
 
@@ -916,7 +937,12 @@ def main(argv: list[str] | None = None) -> int:
     if found and args.what != "decode":
         show(found)
     if found and args.json:
-        Path(args.json).write_text(json.dumps(found, indent=1) + "\n")
+        try:
+            Path(args.json).write_text(json.dumps(found, indent=1) + "\n")
+        except OSError as error:
+            why = f"could not be written ({error.strerror}): give another file"
+            print(f"bench.py: {args.json}: {why}", file=sys.stderr)
+            return 1
     return code
 
 

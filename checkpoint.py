@@ -777,9 +777,9 @@ def fill(drafter: Drafter, place: Path) -> None:
             weights |= load_file(path)
         for name, p in drafter.named_parameters():
             w = weights[name if saved else export_name(name)]
-            if not w.isfinite().all():
-                raise ValueError(f"{name} is not finite")
             p.copy_(w)
+            if not p.isfinite().all():  # after the copy: float64 holds more than a weight does
+                raise ValueError(f"{name} is not finite")
     except BROKEN as error:
         raise ValueError(f"{place}: {reason(error)}: give another checkpoint or export") from None
 

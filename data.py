@@ -108,6 +108,8 @@ def read_small(path: Path, fix: str = "copy the file again", most: int = MOST_FI
     """A file that is read whole, its size checked first."""
     try:
         size = path.stat().st_size
+        if not path.is_file() and not path.is_dir():  # a pipe would be waited for, a device read, without end
+            raise ValueError(f"{path}: not a file: {fix}")
         if size > most:
             raise ValueError(f"{path}: has {size:,} bytes, far more than such a file: {fix}")
         return path.read_bytes()

@@ -910,6 +910,8 @@ def parse_flags(argv: list[str] | None) -> argparse.Namespace:
         if not Path(name).absolute().parent.is_dir():
             name = data.short(name, 100)
             raise ValueError(f"{name}: there is no folder {Path(name).absolute().parent}: make it first")
+    if c.json and c.png and Path(c.json).resolve() == Path(c.png).resolve():
+        raise ValueError("--json --png: both name the same file: give two")
     if c.png and Path(c.png).suffix not in (".png", ".svg", ".pdf"):
         raise ValueError(f"--png {data.short(c.png, 100)}: must end in .png, .svg or .pdf")
     c.device = c.device or ("cuda" if torch.cuda.is_available() else "cpu")
@@ -996,10 +998,14 @@ def decode(c: argparse.Namespace) -> int:
         print(f"--- {prompt.where}\n{tokenizer.decode(answer.ids, skip_special=True)}")
     tokenizer.close()
     show(r, c.dtype)
-    if c.json:
-        Path(c.json).write_text(json.dumps(r, indent=2) + "\n")
-    if c.png:
-        draw(r, c.png)
+    try:
+        if c.json:
+            Path(c.json).write_text(json.dumps(r, indent=2) + "\n")
+        if c.png:
+            draw(r, c.png)
+    except OSError as error:
+        name = data.short(error.filename or c.json or c.png, 100)
+        raise ValueError(f"{name}: could not be written ({error.strerror}): give another file") from None
     wrong = [d for d in differences or () if c.dtype == "float32" or not d["tie"]]
     return 1 if c.verify and wrong else 0
 

@@ -781,6 +781,8 @@ def check_flags(c: argparse.Namespace) -> None:
         raise ValueError("--out is missing: give the JSONL file to write")
     if not Path(c.out).absolute().parent.is_dir() or Path(c.out).is_dir():
         raise ValueError(f"--out {data.short(c.out, 60)}: not a file in a folder that exists: make it first")
+    if Path(c.out).exists() and not Path(c.out).is_file():  # renamed over: as root even /dev/null
+        raise ValueError(f"--out {data.short(c.out, 60)}: is a device or a pipe: give the name of a file")
     bounds = {
         "max_new_tokens": (1, 1 << 24), "temperature": (0, 1e3), "seed": (0, (1 << 63) - 1),
         "batch_size": (0, 1 << 16), "concurrency": (1, 1 << 12), "timeout": (0.01, 1e6),
@@ -856,7 +858,7 @@ def prepare(c: argparse.Namespace) -> tuple[Path, data.Tokenizer | None, Store]:
     if c.server and (plain := next((i for i in items if not i.turns), None)):
         raise ValueError(f"{plain.where}: a plain text, which --server cannot go on from: give messages")
     name_items(items, [*who, c.max_new_tokens, c.temperature, c.temperature and c.seed])
-    store = Store(c.out, items)
+    store = Store(os.path.realpath(c.out), items)  # a link stays one
     join(c)
     return folder, tokenizer, store
 

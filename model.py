@@ -313,7 +313,10 @@ def parse_rope(c: dict) -> tuple[float, dict | None]:
     theta = real(c if rope.get("rope_theta") is None else rope, "rope_theta", 10000.0, 1.0, 1e12)
     rope = {k: v for k, v in rope.items() if k != "rope_theta"}
     kind = rope.get("rope_type", rope.get("type", "default"))
-    if not isinstance(kind, str) or kind not in ROPE_FIELDS or rope.get("partial_rotary_factor", 1.0) != 1.0:
+    partial = [x.get("partial_rotary_factor") for x in (c, rope)]  # older configs have it at top level
+    if any(share not in (None, 1) for share in partial):
+        raise ValueError(f"partial_rotary_factor {short(repr(partial), 40)} is not supported, only 1")
+    if not isinstance(kind, str) or kind not in ROPE_FIELDS:
         raise ValueError(
             f"RoPE scaling {short(repr(kind), 40)} is not supported: use a model with default, linear or "
             "llama3"
@@ -684,6 +687,8 @@ def weight_files(folder: str | Path) -> list[Path]:
 @contextlib.contextmanager
 def open_weights(path: Path, device: torch.device | str = "cpu") -> Iterator[safe_open]:
     """A safetensors file; ValueError in one line for whatever is wrong with it."""
+    if path.exists() and not path.is_file():  # a pipe would be waited for without end
+        raise ValueError(f"{path}: not a file: fetch it again")
     try:
         with safe_open(path, framework="pt", device=str(device)) as shard:
             yield shard

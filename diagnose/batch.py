@@ -33,7 +33,7 @@ import numpy as np
 import data
 import model
 import train
-from diagnose.report import Finding, Report, add_arguments, fail, ok, set_aside, skip, warn
+from diagnose.report import Finding, Report, add_arguments, fail, ok, set_aside, skip, warn, writable
 
 WIDTH = 100
 MARK = "qzxanswerxzq"  # stands for an answer where the template is looked at
@@ -789,12 +789,10 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add_arguments(parser)
     parser.add_argument("--index", type=int, default=0, help="which batch of the run, from 0")
     parser.add_argument("--documents", type=int, default=6, help="documents to show, 0 for all")
-    parser.add_argument("--png", metavar="FILE", help="also draw the batch there")
+    parser.add_argument("--png", type=writable, metavar="FILE", help="also draw the batch there")
     args, args.flags = parser.parse_known_args(argv)
     if args.index < 0 or args.documents < 0:
         parser.error("--index and --documents must be at least 0")
-    if args.png and not Path(args.png).absolute().parent.is_dir():
-        parser.error(f"--png {args.png}: name a file in a folder that exists")
     if args.flags:
         try:
             Run.configure(args.flags)

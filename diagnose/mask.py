@@ -32,7 +32,7 @@ import torch
 
 import data
 import model
-from diagnose.report import Finding, Report, add_arguments, fail, ok, set_aside, skip, warn
+from diagnose.report import Finding, Report, add_arguments, fail, ok, set_aside, skip, warn, writable
 
 BLOCK_SIZES = (8, 10, 16)
 WINDOWS = (0, 5, 150)  # none, shorter than a block, longer than a tile
@@ -459,14 +459,12 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         allow_abbrev=False,
     )
     add_arguments(parser)
-    parser.add_argument("--png", metavar="FILE", help="also draw the mask there")
+    parser.add_argument("--png", type=writable, metavar="FILE", help="also draw the mask there")
     parser.add_argument("--block-size", type=int, default=0, help="tokens of a block, B (8, or train.py's)")
     parser.add_argument("--window", type=int, default=0, help="sliding window of the picture, 0 for none")
     args, flags = parser.parse_known_args(argv)
     if args.block_size < 0 or args.block_size == 1 or args.window < 0:
         parser.error("--block-size must be at least 2 and --window at least 0")
-    if args.png and not Path(args.png).absolute().parent.is_dir():
-        parser.error(f"--png {args.png}: name a file in a folder that exists")
     try:
         args.case = choose_case(args, flags)
     except ValueError as error:

@@ -42,7 +42,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
-from diagnose.report import Finding, Report, add_arguments, fail, ok, skip, warn, writable, write_json
+from diagnose.report import Finding, Report, add_arguments, fail, ok, picture, skip, warn, write_json
 from headroom import (
     GIB,
     MIB,
@@ -735,7 +735,7 @@ def parse(argv: list[str] | None) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--nodes", type=int, default=1, help="nodes they are on")
     parser.add_argument("--gpu-memory", type=parse_memory, metavar="96GB", help="default: this machine's GPU")
     parser.add_argument("--headroom", type=float, default=0.0, metavar="%", help="to leave free, percent (0)")
-    parser.add_argument("--png", type=writable, metavar="FILE", help="draw each role against the card")
+    parser.add_argument("--png", type=picture, metavar="FILE", help="draw each role against the card")
     parser.add_argument("--trace", action="store_true", help="also find activations on tensors without data")
     parser.add_argument(
         "--measure", action="store_true", help="run the worst case here, alone or under torchrun"

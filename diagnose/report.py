@@ -90,7 +90,16 @@ def writable(name: str) -> str:
     folder = Path(name).parent
     if not folder.is_dir() or Path(name).is_dir() or not os.access(folder, os.W_OK):
         raise argparse.ArgumentTypeError(f"cannot write {name}: name a file in a folder that can be written")
+    # What is renamed into its place would be gone: as root even /dev/null.
+    if Path(name).is_symlink() or (Path(name).exists() and not Path(name).is_file()):
+        raise argparse.ArgumentTypeError(f"cannot write {name}: it is a link or a device: name a file")
     return name
+
+
+def picture(name: str) -> str:
+    if Path(name).suffix not in (".png", ".svg", ".pdf"):
+        raise argparse.ArgumentTypeError(f"{name}: must end in .png, .svg or .pdf")
+    return writable(name)
 
 
 class Report:

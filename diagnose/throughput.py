@@ -36,7 +36,7 @@ from pathlib import Path
 if not __package__:  # python diagnose/throughput.py: same imports as python -m diagnose.throughput
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from diagnose.report import Finding, Report, add_arguments, fail, ok, skip, warn, writable
+from diagnose.report import Finding, Report, add_arguments, fail, ok, picture, skip, warn
 
 GPUS = {  # dense bf16 TFLOP/s by data sheet; the later name wins where two fit
     "A100": 312, "A10": 125, "A40": 150, "A6000": 155, "L4": 121, "L40": 181, "L40S": 362, "H20": 148,
@@ -51,6 +51,8 @@ BUCKET = 25 << 20  # bytes of DDP's buckets: the last one cannot hide behind the
 SLOW, BROKEN = 1.6, 2.5  # times what a side should take: worth a warning, a failure
 IDLE = 0.25  # share of a step spent waiting that is worth a word
 NVLINK = 300e9  # bytes/s between two GPUs of a node, where nothing was measured
+MOST_GPUS, MOST_NODES = 128, 1 << 20  # of a node, since every split of it is walked; of a job
+BEYOND = 1e15  # a number that large was not measured
 
 
 # ---------------------------------------------------------------- the model of the pipeline
@@ -582,11 +584,11 @@ def compare_split(report: Report, worst: dict[str, float], plan: Plan, records: 
 # ---------------------------------------------------------------- a cluster on paper
 
 
-def parse_size(text: str) -> float:
+def parse_size(text: str, flag: str = "--simulate") -> float:
     """`400Gb` or `50GB` (a second) in bytes/s."""
-    match = re.fullmatch(r"([\d.]+)(Gb|GB)(?:/s)?", text)
-    if not match or not float(match[1]) > 0:
-        raise ValueError(f"--simulate: {text} is no bandwidth: give such as 400Gb (bits) or 50GB (bytes)")
+    match = re.fullmatch(r"(\d+\.?\d*|\.\d+)(Gb|GB)(?:/s)?", text)
+    if not match or not 0 < float(match[1]) < BEYOND:
+        raise ValueError(f"{flag}: {text[:60]!r} is no bandwidth: give such as 400Gb (bits) or 50GB (bytes)")
     return float(match[1]) * (1.25e8 if match[2] == "Gb" else 1e9)
 
 
@@ -598,7 +600,7 @@ def parse_simulation(text: str) -> dict:
     for part in text.split(","):
         name, _, value = part.partition("=")
         if name not in FIELDS or not value:
-            raise ValueError(f"--simulate: {part!r}: give {', '.join(f'{f}=...' for f in FIELDS)}")
+            raise ValueError(f"--simulate: {part[:60]!r}: give {', '.join(f'{f}=...' for f in FIELDS)}")
         try:
             if name in ("nodes", "gpus"):
                 found[name] = int(value)
@@ -607,9 +609,16 @@ def parse_simulation(text: str) -> dict:
                     value if name == "gpu" else parse_size(value) if "link" in name else float(value)
                 )
         except ValueError as error:
-            raise ValueError(f"{error}" if "link" in name else f"--simulate: {part}: not a number") from None
-        if name != "gpu" and not found[name] > 0:
-            raise ValueError(f"--simulate: {part}: must be above 0")
+            raise ValueError(
+                f"{error}" if "link" in name else f"--simulate: {part[:60]}: not a number"
+            ) from None
+        if name == "gpu":
+            continue
+        if not found[name] > 0:
+            raise ValueError(f"--simulate: {part[:60]}: must be above 0")
+        most = {"gpus": MOST_GPUS, "nodes": MOST_NODES}.get(name, BEYOND)
+        if found[name] > most:
+            raise ValueError(f"--simulate: {part[:60]}: must be at most {most:g}")
     if ("target_ms" in found) != ("drafter_ms" in found):
         raise ValueError("--simulate: target_ms and drafter_ms: give both or none")
     return found
@@ -629,7 +638,9 @@ def paper_times(q: Question, gpu: str, nvlink: float) -> Times:
 
     ceiling = ceiling_of(gpu)
     if not ceiling:
-        raise ValueError(f"--simulate: gpu={gpu} is not known: give one of {', '.join(GPUS)}, or the times")
+        raise ValueError(
+            f"--simulate: gpu={gpu[:60]!r} is not known: give one of {', '.join(GPUS)}, or the times"
+        )
     theirs, ours = q.work()
     moved = 28 * q.drafter.parameters()  # AdamW reads and writes weights, moments and gradients in fp32
     more = muon.step_flops(q.drafter.matrices()) / ceiling / PAPER if q.config.optimizer == "muon" else 0.0
@@ -710,15 +721,21 @@ class Run:
 
     @property
     def state(self) -> str:
-        return str(self.status.get("state", "unknown"))
+        found = self.status.get("state")
+        return found if found in ("running", "finished", "stopped", "failed") else "unknown"
 
     def median(self, key: str) -> float:
         """Of the newest 200 steps; 0 where this is not logged."""
         found = (m.get(key) for m in self.records[-200:])
-        return statistics.median(v if type(v) in (int, float) else 0.0 for v in found)
+        return statistics.median(v if measured(v) else 0.0 for v in found)
 
 
 NEEDED = ("step", "step_ms", "tokens_per_s", "wait_target", "wait_drafter")
+
+
+def measured(value) -> bool:
+    """Is it a number that a run may have logged? Not NaN, which json reads too, nor one out of all bounds."""
+    return type(value) in (int, float) and -BEYOND < value < BEYOND
 
 
 def read_run(path: Path) -> Run:
@@ -730,19 +747,26 @@ def read_run(path: Path) -> Run:
         raise ValueError(f"{path} is no run folder, it has no config.json: give one such as runs/001")
     saved = checkpoint.read_config(path)
     size = saved.get("world_size") or 1
-    if type(size) is not int:
-        raise ValueError(f"{path}/config.json: world_size is no number: start the run anew")
+    if type(size) is not int or not 0 < size <= MOST_NODES:
+        raise ValueError(
+            f"{path}/config.json: world_size {str(size)[:40]} is no number of ranks: start the run anew"
+        )
     known = {f.name for f in dataclasses.fields(train.Config)}
     given = {k: v for k, v in saved.items() if k in known}
     train.check_values(given, f"{path}/config.json: {{}}: start the run anew")
     c = train.Config(**given | {"resume": str(path)})  # the folder of --init-draft may be gone
     log = last_start(read_text(path / "train.log"))
-    nodes, resumed = re.search(r" on (\d+) node", log), re.search(r"^resumed from .*: (\d+) of ", log, re.M)
+    nodes, resumed = (
+        re.search(r" on ([1-9]\d{,8}) node", log),
+        re.search(r"^resumed from .*: (\d{1,15}) of ", log, re.M),
+    )
     nodes, after = int(nodes[1]) if nodes else 1, int(resumed[1]) if resumed else 0
+    if size // nodes > MOST_GPUS:
+        raise ValueError(f"{path}: {size} ranks on {nodes} node(s): at most {MOST_GPUS} a node are judged")
     t = train.backend(c).TargetConfig.from_folder(c.folder)
     c = train.resolve(c, t, size, nodes)
     steps = [m for m in checkpoint.read_metrics(path) if isinstance(m, dict)]
-    steps = [m for m in steps if all(type(m.get(k)) in (int, float) for k in NEEDED)]
+    steps = [m for m in steps if all(measured(m.get(k)) for k in NEEDED)]
     steps = [m for m in steps if m["step"] > after and m["step_ms"] > 0]
     metrics = path / "metrics.jsonl"
     age = time.time() - metrics.stat().st_mtime if metrics.exists() else 0.0
@@ -765,7 +789,7 @@ def status(path: Path) -> dict:
     """status.json; empty where it is missing or damaged."""
     try:
         found = json.loads(read_text(path / "status.json") or "{}")
-    except ValueError:
+    except (ValueError, RecursionError):
         return {}
     return found if isinstance(found, dict) else {}
 
@@ -800,8 +824,9 @@ def busy(run: Run) -> tuple[float, float]:
 
 def judge_progress(run: Run) -> Finding:
     step, last = run.median("step_ms") / 1000, run.records[-1]
+    eta = last.get("eta_s") if measured(last.get("eta_s")) else 0.0
     told = f"{run.state}, step {last['step']}, {ktok(run.median('tokens_per_s'))}, "
-    told += f"step {1000 * step:.0f} ms, eta {clock(last.get('eta_s') or 0.0)}"
+    told += f"step {1000 * step:.0f} ms, eta {clock(eta)}"
     if run.state == "running" and run.age_s > max(120.0, 20 * step):
         fix = f"py-spy dump --pid {run.status.get('pid', 'PID')}  # rank 0; an evaluation takes its time too"
         return fail(f"no step for {run.age_s:.0f} s: {told}", fix)
@@ -861,7 +886,7 @@ def judge_speed(run: Run) -> list[Finding]:
 
 def judge_data(run: Run) -> Finding:
     """Does a GPU stand still while the CPU makes its next batch, and does that hold the run back?"""
-    if not any(type(m.get("wait_data")) in (int, float) for m in run.records):
+    if not any(measured(m.get("wait_data")) for m in run.records):
         return skip("an older version's log: it does not tell the time of making batches", "nproc; top -H")
     share = run.median("wait_data")
     told = f"{100 * share:.0f}% of a step a {'rank' if run.colocate else 'target'} waits for its next batch"
@@ -1022,7 +1047,7 @@ def parse(argv: list[str] | None) -> tuple[argparse.Namespace, list[str]]:
         "--simulate", default="", metavar="nodes=8,gpus=8,...", help="predict a cluster on paper"
     )
     parser.add_argument("--nvlink", default="300GB", help="what two GPUs of a node send each other (300GB)")
-    parser.add_argument("--png", type=writable, metavar="FILE", help="draw the timeline of the best split")
+    parser.add_argument("--png", type=picture, metavar="FILE", help="draw the timeline of the best split")
     parser.add_argument("--measure-role", nargs=2, default=None, help=argparse.SUPPRESS)
     add_arguments(parser)
     args, flags = parser.parse_known_args(argv)
@@ -1035,7 +1060,7 @@ def predict(report: Report, args: argparse.Namespace, q: Question) -> None:
     import torch
 
     q.must_be_whole()
-    count = torch.cuda.device_count()
+    count, nvlink = torch.cuda.device_count(), parse_size(args.nvlink, "--nvlink")
     gpus = args.gpus or count or 2
     if not count and not q.own_data:
         fix = f"python -m diagnose.throughput --simulate gpus={gpus},gpu=H200 {shlex.join(q.flags)}"
@@ -1043,7 +1068,7 @@ def predict(report: Report, args: argparse.Namespace, q: Question) -> None:
     found = measure_sides(q.flags, report)
     if count:
         found["memory"] = torch.cuda.mem_get_info()[1]
-    speed = parse_size(args.nvlink) if count else 1e9
+    speed = nvlink if count else 1e9
     t = dataclasses.replace(times_of(found), transfer=q.feature_bytes(found["size"]) / speed)
     report.say(f"assumed: {speed / 1e9:.0f} GB/s from rank to rank, so {1000 * t.transfer:.2f} ms a batch")
     report.extra["alone"] = found
@@ -1062,6 +1087,8 @@ def main(argv: list[str] | None = None) -> int:
             return report.finish()
         if args.gpus < 0:
             raise ValueError(f"--gpus {args.gpus}: give a number above 0")
+        if args.gpus > MOST_GPUS:
+            raise ValueError(f"--gpus {args.gpus}: of one node, at most {MOST_GPUS}")
         if args.gpus and args.simulate:
             raise ValueError(f"--gpus {args.gpus}: beside --simulate write --simulate gpus={args.gpus},...")
         nodes = size // int(os.environ.get("LOCAL_WORLD_SIZE", size))

@@ -4,6 +4,7 @@ The commands run in processes of their own, since they replace parts of train.py
 """
 
 import json
+import math
 import random
 import subprocess
 import sys
@@ -141,6 +142,7 @@ def test_decode_is_decodes_own_timing(home, monkeypatch):
         (["compare", *2 * [str(TINY / "config.json")]], "no result of bench.py"),
         (["decode", "--limit", "-1"], "--limit"),
         (["step", "--json", "/no/such/folder/x.json"], "there is no folder"),
+        (["step", "--json", "/"], "is a folder"),
     ],
 )
 def test_a_mistake_is_one_line_and_exit_2(arguments, told, capsys, monkeypatch):
@@ -176,6 +178,34 @@ def test_compare_of_streams_lists_each_part_and_half_a_result_is_refused(tmp_pat
     (tmp_path / "half.json").write_text('{"bench": "step"}')
     with pytest.raises(ValueError, match=r"no result of bench\.py"):
         bench.read_result(str(tmp_path / "half.json"))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"median_ms": 0},
+        {"median_ms": None},
+        {"median_ms": math.nan},
+        {"median_ms": 10**400},
+        {"p90_ms": "4"},
+        {"tflops": [1]},
+        {"ms": [1.0]},
+        {"ms": {"transfer": "x"}},
+        {"parts_ms": None},
+    ],
+)
+def test_a_damaged_result_is_one_line_that_names_the_field(change, tmp_path, capsys):
+    good = {"bench": "step", "shape": "tiny", "sizes": {}, "median_ms": 1.0, "p10_ms": 0.9, "p90_ms": 1.1}
+    files = []
+    for name, r in (("good", good), ("bad", good | change)):
+        files.append(str(tmp_path / f"{name}.json"))
+        Path(files[-1]).write_text(json.dumps(r))
+    assert bench.main(["compare", files[0], files[0]]) == 0
+    for pair in (files, files[::-1]):
+        assert bench.main(["compare", *pair]) == 2
+        line = capsys.readouterr().err
+        assert line.count("\n") == 1 and files[1] in line and line.endswith("measure it again\n")
+        assert next(iter(change)) in line or "transfer" in line
 
 
 # ---------------------------------------------------------------------------------------------------------

@@ -6,7 +6,10 @@ P rows, B block size, D = B-1 drafts, H hidden, V vocabulary.
 import dataclasses
 import itertools
 import json
+import os
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -432,6 +435,11 @@ MISTAKES = {
     "batch": (["--batch-size", "0"], "--batch-size"),
     "json": (["--json", "nowhere/a.json"], "no folder"),
     "json folder": (["--json", "."], "is a folder"),
+    "one file": (["--json", "a.png", "--png", "a.png"], "the same file"),
+    "full disk": (
+        ["--draft", "RUN", "--limit", "1", "--max-new-tokens", "2", "--json", "/dev/full"],
+        "/dev/full: could not be written",
+    ),
     "picture": (["--png", "a.xyz"], "--png a.xyz: must end in"),
     "other target": (["--draft", "RUN/step-000030/export", "--target", "other"], "another target"),
 }
@@ -587,6 +595,7 @@ BROKEN_FORMS = {
     "not a dict": lambda c: c.update(dflash_config=[1]),
     "activation": lambda c: c.update(hidden_act="gelu"),
     "interleaved rope": lambda c: c.update(is_neox_style=False),
+    "partial rope": lambda c: c.update(partial_rotary_factor=0.5),
     "window unnamed": lambda c: c["dflash_config"].update(use_swa=True, swa_window_size=64),
     "value scale": lambda c: c["dflash_config"].update(attention_value_scale=0.5),
 }
@@ -598,6 +607,28 @@ def test_a_form_that_does_not_fit_is_one_line(name, tmp_path):
     with pytest.raises(ValueError, match="not a drafter export") as error:
         checkpoint.load_drafter(folder, TINY)
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors"])
+def test_a_pipe_in_place_of_a_file_is_one_line_and_never_waited_for(name, tmp_path):
+    folder = published(tmp_path, lambda c: None, tiny_drafter())
+    (folder / name).unlink()
+    os.mkfifo(folder / name)
+    code = "import sys, checkpoint; checkpoint.load_drafter(*sys.argv[1:])"
+    arguments = [sys.executable, "-c", code, str(folder), str(TINY)]
+    done = subprocess.run(
+        arguments, capture_output=True, text=True, timeout=60, cwd=Path(model.__file__).parent
+    )
+    assert f"{folder / name}: not a file" in done.stderr.splitlines()[-1]
+
+
+def test_a_weight_too_large_for_a_float_is_refused(tmp_path):
+    folder = published(tmp_path, lambda c: None, tiny_drafter())
+    weights = load_file(folder / "model.safetensors")
+    weights["norm.weight"] = torch.full(weights["norm.weight"].shape, 1e300, dtype=torch.float64)
+    save_file(weights, folder / "model.safetensors")
+    with pytest.raises(ValueError, match=r"norm\.weight is not finite"):
+        checkpoint.load_drafter(folder, TINY)
 
 
 def test_a_drafter_in_several_files_is_read_whole(tmp_path):

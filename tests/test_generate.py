@@ -7,6 +7,7 @@ import collections
 import http.server
 import itertools
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -667,3 +668,14 @@ def test_an_output_that_is_not_ours_is_not_touched(some, tmp_path, capsys):
     out.write_text('{"messages": []}\n')
     run("--prompts", some, "--out", out, code=2)
     assert f"{out}:1: " in capsys.readouterr().err and out.read_text() == '{"messages": []}\n'
+
+
+def test_a_device_is_never_replaced_and_a_link_stays_one(some, tmp_path, capsys):
+    pipe, link, file = tmp_path / "pipe.jsonl", tmp_path / "link.jsonl", tmp_path / "real" / "file.jsonl"
+    os.mkfifo(pipe)
+    run("--prompts", some, "--out", pipe, "--device", "cpu", code=2)
+    assert "is a device or a pipe" in capsys.readouterr().err and pipe.is_fifo()
+    file.parent.mkdir()
+    link.symlink_to(file)
+    run("--prompts", some, "--out", link, "--device", "cpu", "--max-new-tokens", 4)
+    assert link.is_symlink() and lines(file) == lines(link) != []

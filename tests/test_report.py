@@ -2,6 +2,7 @@
 
 import importlib
 import json
+import os
 import shlex
 import subprocess
 import sys
@@ -152,3 +153,28 @@ def test_only_scripts_that_exist_are_asked():
     main = importlib.import_module("diagnose.__main__")
     there = {path.stem for path in Path(main.__file__).parent.glob("*.py")}
     assert set(main.present()) == there & set(main.SCRIPTS) and "env" in main.present()
+
+
+@pytest.mark.parametrize("script", ["memory", "throughput", "batch", "mask"])
+def test_a_device_or_a_link_is_never_replaced(script, tmp_path, monkeypatch, capsys):
+    """What is renamed into place would take it away, from everybody where root asks."""
+    pipe, link, file = tmp_path / "pipe.png", tmp_path / "link.png", tmp_path / "file.png"
+    os.mkfifo(pipe)
+    file.write_text("kept")
+    link.symlink_to(file)
+    parse = importlib.import_module(f"diagnose.{script}").parse
+    for flag in ("--json", "--png"):
+        for name in (pipe, link):
+            with pytest.raises(SystemExit) as stop:
+                parse([flag, str(name)])
+            assert stop.value.code == 2 and "it is a link or a device" in capsys.readouterr().err
+        parse([flag, str(file)])
+
+
+@pytest.mark.parametrize("script", ["memory", "throughput"])
+def test_a_picture_of_no_known_kind_is_refused(script, capsys):
+    parse = importlib.import_module(f"diagnose.{script}").parse
+    for name in ("x.foo", "x"):
+        with pytest.raises(SystemExit):
+            parse(["--png", name])
+        assert "must end in .png" in capsys.readouterr().err

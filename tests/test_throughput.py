@@ -6,6 +6,7 @@ Run folders are written by a small generator from the times that sides really ta
 
 import dataclasses
 import json
+import math
 import os
 import random
 import re
@@ -506,6 +507,37 @@ def test_a_folder_that_is_no_run_is_one_line_and_exit_2(tmp_path, capsys):
     assert f"{tmp_path} is no run folder" in line and line.endswith("give one such as runs/001")
 
 
+@pytest.mark.parametrize(
+    "key", ["step_ms", "tokens_per_s", "wait_target", "wait_drafter", "wait_data", "eta_s"]
+)
+@pytest.mark.parametrize("value", [math.nan, math.inf, 10**400, "x"], ids=["nan", "inf", "big", "text"])
+def test_a_record_with_a_number_that_is_none_is_passed_over(key, value, job, capsys):
+    run = job(drafters=3).write()
+    before = verdicts(run, capsys)
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    with open(run / "metrics.jsonl", "a") as file:
+        for m in lines[-40:]:
+            file.write(json.dumps(m | {key: value}) + "\n")
+    states = {name: state for name, (state, *_) in verdicts(run, capsys).items()}
+    assert states == {name: state for name, (state, *_) in before.items()}
+
+
+def test_a_damaged_run_folder_is_one_line_or_passed_over(job, capsys):
+    run = job(drafters=3).write()
+    good = verdicts(run, capsys)
+    (run / "status.json").write_text("[" * 100_000)
+    (run / "train.log").write_text("8 ranks on 0 node(s)\n" + (run / "train.log").read_text())
+    assert verdicts(run, capsys).keys() == good.keys()
+    (run / "status.json").write_text('{"state": "\\u001b[31mred"}')
+    assert "unknown, step" in verdicts(run, capsys)["progress"][1]
+    saved = json.loads((run / "config.json").read_text())
+    for size in (10**30, 4096, -3):
+        (run / "config.json").write_text(json.dumps(saved | {"world_size": size}))
+        assert throughput.main([str(run)]) == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        assert str(size) in line
+
+
 # ---------------------------------------------------------------------------------------------------------
 # The commands
 
@@ -569,6 +601,12 @@ def test_the_legend_of_a_timeline_covers_nothing(targets, tmp_path, monkeypatch)
         (["--simulate", "target_ms=3"], "both or none"),
         (["--simulate", "speed=3"], "nodes=..."),
         (["--simulate", "gpu=H200", "--gpus", "4"], "gpus=4"),
+        (["--simulate", "gpus=1000,gpu=H200"], "at most 128"),
+        (["--gpus", "1000"], "at most 128"),
+        (["--simulate", "target_ms=inf,drafter_ms=1"], "at most"),
+        (["--simulate", "nodes=8,target_ms=1,drafter_ms=1,update_ms=inf"], "at most"),
+        (["--simulate", "link=1..2Gb,gpu=H200"], "400Gb"),
+        (["--nvlink", "0GB"], "--nvlink"),
         (["--no-such-flag"], "--no-such-flag"),
         (["--token-budget", "auto"], "diagnose.memory"),
     ],
