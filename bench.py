@@ -92,7 +92,7 @@ class RandomBatches:
             "mask_token": 4 if c.mask_token_id < 0 else c.mask_token_id,
             "sources": ["random"],
             "about": "random tokens",
-            "note": "",
+            "notes": [],
         }
 
     def train(self, b: int) -> data.Batch:

@@ -34,6 +34,7 @@ import tempfile
 import threading
 import time
 from collections import Counter, deque
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -1096,6 +1097,14 @@ class Corpus:
         return np.diff(self.offsets)
 
 
+def check_files(files: Iterable[str | Path]) -> None:
+    """ValueError for the first of them that is no file."""
+    missing = next((f for f in map(Path, files) if not f.is_file()), None)
+    if missing is not None:
+        why = "is a folder" if missing.is_dir() else "is a pipe" if missing.exists() else "does not exist"
+        raise ValueError(f"data file {missing} {why}; correct --data")
+
+
 def load_corpus(
     files,
     tokenizer: Tokenizer,
@@ -1111,13 +1120,9 @@ def load_corpus(
     of bounds. max_bad_lines None: any number of them, and all that are read now are listed in the report.
     """
     files = [Path(f) for f in ([files] if isinstance(files, (str, Path)) else files)]
-    missing = next((f for f in files if not f.is_file()), None)
-    if missing is not None or not files:
-        raise ValueError(
-            f"data file {missing} {'is a folder' if missing.is_dir() else 'does not exist'}; correct --data"
-            if files
-            else "no data file; give --data"
-        )
+    if not files:
+        raise ValueError("no data file; give --data")
+    check_files(files)
     if max_length < 2:
         raise ValueError(f"max_length {max_length} is too short; give 2 or more")
     cache_dir = Path(cache_dir)

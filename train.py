@@ -479,6 +479,7 @@ class Batches:
         if c.decodes:
             self.prompts = decode.held_out_prompts(self.held_out, eval_docs, c.eval_decode, c.max_length)
             self.stops = decode.stop_tokens(tokenizer)
+        few = f"only {len(eval_docs)} held-out document(s): too few to go by; give --eval-data"
         mask_token = None if c.mask_token_id < 0 else c.mask_token_id
         self.facts = {
             "batches": self.plan.batches,
@@ -486,7 +487,7 @@ class Batches:
             "mask_token": data.choose_mask_token(tokenizer, t.vocab, self.corpus, mask_token),
             "sources": self.held_out.source_names,
             "about": f"{self.corpus.report}; batches {100 * self.plan.fill:.1f}% full",
-            "note": self.plan.note,
+            "notes": [note for note in (self.plan.note, few if len(eval_docs) < 20 else "") if note],
         }
 
     def train(self, b: int) -> data.Batch:
@@ -533,7 +534,7 @@ class Job:
         ending.on_forced_end = self.end_by_force
         facts = world.gather(self.batches.facts if self.batches else None)
         self.facts = next(f for f in facts if f)
-        self.notes = [self.facts["note"]] if self.facts["note"] else []
+        self.notes = list(self.facts["notes"])
         if c.eval_decode and not c.decodes:
             where = f"--target {c.folder} --draft {run}"
             self.notes.append(
@@ -1465,8 +1466,13 @@ def banner(job: Job) -> Iterator[str]:
 
 
 def train(job: Job) -> None:
-    start(job)
     world, folder = job.world, job.folder
+    if job.place and checkpoint.read_state(job.place)["step"] >= job.total_steps:
+        if folder:  # as it is: a resume would note another world size and layout
+            folder.write_status("finished", step=job.total_steps)
+            print(f"{job.run} has its {job.total_steps} steps: nothing to do; --steps N: N steps in all")
+        return
+    start(job)
     if world.drafts:
         feed = Colocated(job) if world.colocate else Streamed(job)
         run_drafter(job, feed, Pulse(job, feed.waits))
@@ -1509,6 +1515,7 @@ def main() -> int:
         size = int(os.environ.get("WORLD_SIZE", 1))
         nodes = size // int(os.environ.get("LOCAL_WORLD_SIZE", size))
         asked, c = c, resolve(c, t, size, nodes)
+        data.check_files([*c.data, *c.eval_data])
     except (UserError, ValueError) as error:
         return refuse(f"train.py: {error}")
     ending, world = Ending(), World(c.layout, c.drafters, c.target_tp)

@@ -380,7 +380,7 @@ class WorstCase:
             "mask_token": 4 if c.mask_token_id < 0 else c.mask_token_id,
             "sources": ["worst case"],
             "about": "the worst batches there can be",
-            "note": "",
+            "notes": [],
         }
 
     def batch(self, index: int, supervised: int):

@@ -170,6 +170,19 @@ def test_a_resume_may_change_the_layout(launcher, runs, tmp_path):
     assert relative_difference(runs("3+1").records(), again.records()) < 1e-5
 
 
+def test_a_finished_run_is_left_as_it_is(launcher, runs, tmp_path):
+    """On another world size too, which an edited config.json would tell of; more steps are a flag away."""
+    run = interrupted(runs("3+1"), tmp_path / "run", cut=False)
+    before = contents(run)
+    again = launcher.run(1, None, "--resume", run).good()
+    assert "has its 8 steps: nothing to do" in again.text and "gate" not in again.text
+    after = contents(run)
+    assert before.keys() == after.keys()
+    changed = {n for n in before if before[n] != after[n]}
+    assert changed <= {".lock", "status.json"}
+    assert before["status.json"][1] == after["status.json"][1]
+
+
 def test_a_resume_says_what_it_changes(runs):
     place = runs("3+1").folder / "step-000004"
     c = train.parse_flags(["--resume", str(place)])
@@ -239,6 +252,7 @@ def test_what_a_run_leaves_in_its_folder(first_run):
     config = json.loads((run / "config.json").read_text())
     assert config["layout"] == "colocate" and config["batches_per_step"] == 2 and config["keep"] == 2
     assert (run / "train.log").read_text() == said
+    assert "note: only 8 held-out document(s)" in said
     for place in kept:
         files = {str(p.relative_to(run / place)) for p in (run / place).rglob("*") if p.is_file()}
         export = {"export/config.json", "export/model.safetensors"}
