@@ -4,6 +4,10 @@
     torchrun --nproc_per_node=8 train.py --target DIR --data FILE... --drafters 3   # production
     python train.py                                                                 # one rank does both
 
+From top to bottom: the flags, the job that both roles share, the two roles, evaluation, the log; then checks
+of the flags, start and end. Elsewhere: the loss and its weights (model.py: cross_entropy_rows, slot_weights,
+dpace_weights), where anchors fall (data.py: draw_anchors), the wire (stream.py), the gate (compile_utils.py).
+
 Shape letters: T token budget, A anchors of a batch, B block size, K tapped layers, H hidden.
 """
 
@@ -64,7 +68,7 @@ from model import Blocks, Drafter, DrafterConfig, TargetConfig
 from world import Control, Ending, UserError, World, launcher_store, refuse
 
 TINY = Path(__file__).parent / "assets" / "tiny"
-USER_CACHE = Path.home() / ".cache" / "blockdraft"
+USER_CACHE = compile_utils.default_root()
 SUMS = ("loss", "weight", "right", "slots", "prefix", "blocks")  # over the blocks of a step
 COMPUTED = (*SUMS, "grad_norm", "skipped")
 AT_MOST = {  # far beyond any use: a slip of the keyboard must not fill the memory
@@ -160,295 +164,6 @@ class Config:
         if self.init_draft:
             return shape_to_start_from(self.init_draft, self.resume, self.target, self.target_backend)
         return DrafterConfig.of(t, self.draft_layers, self.block_size, self.taps, mask_token, self.variant)
-
-
-def backend(c: Config) -> types.ModuleType:
-    """Whose TargetConfig, Target and load_embedding_and_head the run uses."""
-    if c.target_backend not in ("native", "transformers"):
-        raise ValueError(f"--target-backend {data.short(c.target_backend, 40)}: give native or transformers")
-    return hf_target if c.target_backend == "transformers" else model
-
-
-@functools.cache  # asked for many times, and the folder of --init-draft may go once the run has a checkpoint
-def shape_to_start_from(init_draft: str, resume: str, target: str, target_backend: str) -> DrafterConfig:
-    c = Config(target=target, target_backend=target_backend)
-    place = checkpoint.find_checkpoint(Path(resume))[1] if resume else None
-    place = place or checkpoint.find_drafter(Path(init_draft), "--init-draft")
-    return checkpoint.drafter_shape(place, backend(c).TargetConfig.from_folder(c.folder), c.folder)
-
-
-class Parser(argparse.ArgumentParser):
-    """argparse prints its usage on every rank; a ValueError is printed once, as one line."""
-
-    def error(self, message: str) -> typing.NoReturn:
-        raise ValueError(f"{data.short(message, 300)}: see train.py --help")
-
-
-def restarted_run() -> str:
-    """The run folder of this job before torchrun --max-restarts started it again, if it had begun."""
-    if int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) == 0:
-        return ""
-    kept = launcher_store()
-    run = kept.get("run").decode() if kept.check(["run"]) else ""
-    return run if run and (Path(run) / "config.json").exists() else ""
-
-
-def parse_flags(argv: list[str] | None = None, restarted: str = "") -> Config:
-    """The config from the command line; the saved config of a resumed or restarted run fills in what is not
-    given.
-    """
-    parser = Parser(
-        prog="train.py",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    for f in dataclasses.fields(Config):
-        how: dict = {"type": token_count if f.name == "token_budget" else f.type}
-        if typing.get_origin(f.type) is list:
-            how = {"type": str, "nargs": "+"}
-        elif f.type is bool:
-            how = {"action": "store_true"}
-        flag, default = "--" + f.name.replace("_", "-"), getattr(Config, f.name, None)
-        shown = f" ({default})" if default and default != -1 else ""  # else the text says what is chosen
-        parser.add_argument(flag, default=argparse.SUPPRESS, help=f.metadata["help"] + shown, **how)
-    given = vars(parser.parse_args(argv))
-    check_values(given, "--{}: give another value")
-    saved = {}
-    if restarted:
-        given = {k: v for k, v in given.items() if k != "out"} | {"resume": restarted}
-    if given.get("resume"):
-        if "out" in given:
-            raise ValueError("--out with --resume: a resumed run stays in its folder: leave --out out")
-        if "init_draft" in given and not restarted:
-            raise ValueError(
-                "--init-draft with --resume: a resumed run goes on from its checkpoint: leave one of them out"
-            )
-        run, _ = checkpoint.find_checkpoint(Path(given["resume"]))
-        saved = checkpoint.read_config(run)
-        if saved.pop("world_size", 0) != int(os.environ.get("WORLD_SIZE", 1)):
-            saved |= {"drafters": 0, "layout": ""}  # another world: split it anew
-            given = {k: v for k, v in given.items() if not restarted or k not in ("drafters", "layout")}
-        elif given.get("target_tp") not in (None, saved.get("target_tp", 1)):
-            saved |= {"drafters": 0, "layout": ""}  # other targets: likewise
-        elif given.get("layout") not in (None, saved.get("layout")):
-            saved["drafters"] = 0  # those of the other layout
-        known = {f.name for f in dataclasses.fields(Config)}
-        saved = {k: v for k, v in saved.items() if k in known} | {"out": str(run)}
-        check_values(saved, f"{run}/config.json: {{}}: start the run anew")
-    return Config(**(saved | given))
-
-
-def token_count(text: str) -> int:
-    if text == "auto":
-        return AUTO
-    if not text.isascii() or not text.isdigit():
-        raise argparse.ArgumentTypeError(f"{data.short(text, 40)}: give a number of tokens, or auto")
-    return int(text)
-
-
-def check_values(values: dict, place: str) -> None:
-    """ValueError where a field of the config has another type than its flag, or text that cannot be shown."""
-    for f in dataclasses.fields(Config):
-        if f.name not in values:
-            continue
-        value, listed = values[f.name], typing.get_origin(f.type) is list
-        texts = value if listed and isinstance(value, list) else [value]
-        good = (type(value) is list) == listed and all(type(v) is (str if listed else f.type) for v in texts)
-        if f.type is float and type(value) is int and abs(value) < 1 << 53:
-            values[f.name], good = float(value), True
-        kind = "a list of texts" if listed else f"a {f.type.__name__}"
-        why = "" if good else f"is not {kind}"
-        why = why or next(filter(None, map(data.unfit_name, (v for v in texts if isinstance(v, str)))), "")
-        if why:
-            name, shown = f.name.replace("_", "-"), data.short(str(value), 60)
-            raise ValueError(place.format(f"{name} {shown} {why}"))
-
-
-def resolve(c: Config, t: TargetConfig, world_size: int, nodes: int) -> Config:
-    """Fill in what was left open and check the rest; ValueError names the flag and what would do."""
-    tiny = not c.target
-    c = take_shape(c, c.drafter(t)) if c.init_draft else dataclasses.replace(c)
-    if c.token_budget in (0, AUTO):
-        c.token_budget = 1024 if tiny else 16384
-    c.variant = c.variant or "dflash"
-    c.block_size = c.block_size or (8 if tiny or c.variant == "dflash2" else 16)
-    c.draft_layers = c.draft_layers or (2 if tiny else 5)
-    c.taps = c.taps or len(model.tap_layers(t.layers, 5))
-    c.gamma = c.gamma or model.default_gamma(c.block_size)
-    c.max_length = c.max_length or min(4096, t.max_position, c.token_budget)
-    c.anchors = c.anchors or max(1, c.token_budget // 4)
-    c.anchor_chunk = min(c.anchor_chunk or 2048, c.anchors)
-    c.anchors = -(-c.anchors // c.anchor_chunk) * c.anchor_chunk
-    if c.optimizer == "muon":
-        c.lr = c.lr or (2e-2 if tiny else 4e-3)
-    c.lr = c.lr or (3e-3 if tiny else 6e-4)
-    if tiny:
-        c.steps = c.steps or (0 if c.epochs else 250)
-        if not c.data:
-            c.data, c.eval_data = [str(TINY / "train.jsonl")], c.eval_data or [str(TINY / "eval.jsonl")]
-    c.epochs = c.epochs or 6
-    check_flags(c, t)
-    return resolve_split(c, t, world_size, nodes)
-
-
-def check_flags(c: Config, t: TargetConfig) -> None:
-    """ValueError for a value that cannot be; what depends on the ranks is checked by `resolve_split`."""
-    positive = (
-        "token_budget max_batch_size max_length block_size draft_layers taps anchors anchor_chunk gamma "
-    )
-    for name in (positive + "lr clip epochs depth target_tp").split():
-        if not getattr(c, name) > 0:
-            raise ValueError(f"--{name.replace('_', '-')} {getattr(c, name)}: must be above 0")
-    not_below = "steps batches_per_step save_every keep eval_every eval_decode max_bad_lines drafters seed"
-    for name in not_below.split():
-        if getattr(c, name) < 0:
-            raise ValueError(f"--{name.replace('_', '-')} {getattr(c, name)}: must not be below 0")
-    for name, choices in CHOICES.items():
-        if (value := getattr(c, name)) not in (getattr(Config, name), *choices):
-            flag = f"--{name.replace('_', '-')} {data.short(value, 40)}"
-            raise ValueError(f"{flag}: give {' or '.join(choices)}")
-    if c.gamma < 1e-3:
-        raise ValueError(f"--gamma {c.gamma:g}: the weights vanish: give at least 0.001")
-    if c.mask_token_id < -1:
-        raise ValueError(f"--mask-token-id {c.mask_token_id}: give a token id, or leave it out")
-    for name, most in AT_MOST.items():
-        if not getattr(c, name) <= most:
-            raise ValueError(f"--{name.replace('_', '-')} {getattr(c, name)}: must be at most {most}")
-    if not c.data:
-        raise ValueError("--data is missing: give the training data of this target, one or more JSONL files")
-    if c.token_budget % model.TILE:
-        better = -(-c.token_budget // model.TILE) * model.TILE
-        raise ValueError(
-            f"--token-budget {c.token_budget}: must be a multiple of {model.TILE}: give {better}"
-        )
-    if c.block_size < 2:
-        raise ValueError(
-            f"--block-size {c.block_size}: a block is one real token and at least one drafted: give 2 or more"
-        )
-    if c.taps > (most := len(model.tap_layers(t.layers, c.taps))) and not c.init_draft:
-        raise ValueError(f"--taps {c.taps}: this target has {most} layers to tap: give at most {most}")
-    if c.max_length > t.max_position:
-        raise ValueError(
-            f"--max-length {c.max_length}: the target takes {t.max_position} positions: give less"
-        )
-    if not 0 <= c.headroom < 100:
-        raise ValueError(f"--headroom {c.headroom:g}: a percentage, at least 0 and below 100")
-    if not 0 <= c.warmup_ratio < 1:
-        raise ValueError(f"--warmup-ratio {c.warmup_ratio}: must be at least 0 and below 1")
-    if c.eval_decode and backend(c) is not model:
-        raise ValueError(
-            f"--eval-decode with --target-backend {c.target_backend}: no cache to decode with: leave it out"
-        )
-    try:
-        c.drafter(t).check_variant()
-    except ValueError as error:
-        raise ValueError(f"--variant dflash2: {error}: leave it out") from None
-    if c.fp8:
-        check_fp8(c, t)
-
-
-def take_shape(c: Config, d: DrafterConfig) -> Config:
-    """The shape of --init-draft in place of the defaults; ValueError for a flag that contradicts it."""
-    shape = {"block_size": d.block_size, "draft_layers": d.layers, "taps": len(d.ids)}
-    shape |= {"mask_token_id": d.mask_token, "variant": d.variant}
-    for name, value in shape.items():
-        if (given := getattr(c, name)) not in (getattr(Config, name), value):
-            raise ValueError(
-                f"--{name.replace('_', '-')} {given}: {data.short(c.init_draft, 100)} of --init-draft has "
-                f"{value}: leave it out"
-            )
-    return dataclasses.replace(c, **shape)
-
-
-def check_fp8(c: Config, t: TargetConfig) -> None:
-    """ValueError where a product of the drafter has a size that 8-bit products cannot have."""
-    d = c.drafter(t)
-    sizes = {"hidden size": d.hidden, "intermediate size": d.intermediate, "vocabulary": d.vocab}
-    sizes |= {"size of the keys": d.kv_heads * d.head_dim, "size of the queries": d.heads * d.head_dim}
-    sizes["--anchor-chunk times --block-size"] = c.anchor_chunk * c.block_size
-    for name, size in sizes.items():
-        if size % fp8.MULTIPLE:
-            raise ValueError(
-                f"--fp8: the {name} is {size}, 8-bit products need multiples of {fp8.MULTIPLE}: leave it out"
-            )
-
-
-def resolve_split(c: Config, t: TargetConfig, world_size: int, nodes: int) -> Config:
-    """Choose layout, drafters and batches per step for this world, or check what was asked for."""
-    c.layout = c.layout or ("split" if world_size > 1 or c.target_tp > 1 else "colocate")
-    if c.layout not in ("split", "colocate"):
-        raise ValueError(f"--layout {data.short(c.layout, 40)}: give split or colocate")
-    if c.target_tp > 1:
-        check_tp(c, t, world_size // nodes)
-    if c.layout == "colocate":
-        if c.drafters not in (0, world_size):
-            raise ValueError(
-                f"--drafters {c.drafters}: with --layout colocate all {world_size} ranks draft: leave it out"
-            )
-        c.drafters = world_size
-    else:
-        resolve_drafters(c, t, world_size // nodes, nodes)
-    c.batches_per_step = c.batches_per_step or c.drafters
-    if c.batches_per_step % c.drafters:
-        raise ValueError(
-            f"--batches-per-step {c.batches_per_step}: must be a multiple of the {c.drafters} drafters"
-        )
-    return c
-
-
-def resolve_drafters(c: Config, t: TargetConfig, per_node: int, nodes: int) -> None:
-    """Of the split layout: choose the drafters by the work of each side, or check what was asked for."""
-    if per_node < 2:
-        raise ValueError(
-            "--layout split: needs 2 ranks a node, one target and one drafter: give --layout colocate"
-        )
-    whole = range(per_node - c.target_tp, 0, -c.target_tp)[::-1]  # drafters that leave whole targets
-    if not c.drafters:
-        d = c.drafter(t)
-        ours = d.step_flops(c.token_budget, c.anchors)
-        theirs = t.prefill_flops(c.token_budget, max(d.ids) + 1)
-        fits = [n for n in whole if not c.batches_per_step or c.batches_per_step % (n * nodes) == 0]
-        if not fits:
-            raise ValueError(
-                f"--batches-per-step {c.batches_per_step}: no split of {per_node} ranks a node divides it"
-                + (f" and leaves whole targets of {c.target_tp}" if c.target_tp > 1 else "")
-            )
-        best = per_node * ours / (ours + theirs)
-        c.drafters = min(fits, key=lambda n: (abs(n - best), n)) * nodes
-    if c.drafters % nodes or not 0 < c.drafters // nodes < per_node:
-        most = (per_node - 1) * nodes
-        choice = f"a multiple of {nodes} from {nodes} to {most}" if nodes > 1 else f"1 to {most}"
-        raise ValueError(
-            f"--drafters {c.drafters}: on {nodes} node(s) of {per_node} ranks give "
-            f"{choice if most > nodes else most}, so that a node has a target too, or --layout colocate"
-        )
-    if c.drafters // nodes not in whole:
-        choice = " or ".join(str(n * nodes) for n in whole)
-        raise ValueError(
-            f"--drafters {c.drafters}: what is left of {per_node} ranks a node is not whole targets of "
-            f"{c.target_tp} ranks: give {choice}"
-        )
-
-
-def check_tp(c: Config, t: TargetConfig, per_node: int) -> None:
-    """ValueError where targets of several ranks are asked for and cannot be had."""
-    tp = f"--target-tp {c.target_tp}"
-    if c.layout == "colocate":
-        raise ValueError(f"{tp}: with --layout colocate every rank has a whole target: leave one of them out")
-    if c.target_backend != "native":
-        raise ValueError(f"{tp}: --target-backend {c.target_backend} cannot be shared: leave one of them out")
-    if per_node <= c.target_tp:
-        raise ValueError(
-            f"{tp}: needs {c.target_tp + 1} ranks a node, a target's and a drafter, there are {per_node}: "
-            "start more, or give a smaller one"
-        )
-    try:
-        t.part(c.target_tp)
-    except ValueError as error:
-        most = min(per_node, t.kv_heads + 1)
-        fits = [str(n) for n in range(1, most) if not t.kv_heads % n and not t.intermediate % n]
-        raise ValueError(f"{tp}: {error}: give {' or '.join(fits)}") from None
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -1164,6 +879,299 @@ def duration(seconds: float) -> str:
     if seconds < 90:
         return f"{seconds:.0f}s"
     return f"{seconds / 60:.0f}m" if seconds < 5400 else f"{seconds / 3600:.1f}h"
+
+
+# ---------------------------------------------------------------------------------------------------------
+# The flags: parse, check, choose
+
+
+def backend(c: Config) -> types.ModuleType:
+    """Whose TargetConfig, Target and load_embedding_and_head the run uses."""
+    if c.target_backend not in ("native", "transformers"):
+        raise ValueError(f"--target-backend {data.short(c.target_backend, 40)}: give native or transformers")
+    return hf_target if c.target_backend == "transformers" else model
+
+
+@functools.cache  # asked for many times, and the folder of --init-draft may go once the run has a checkpoint
+def shape_to_start_from(init_draft: str, resume: str, target: str, target_backend: str) -> DrafterConfig:
+    c = Config(target=target, target_backend=target_backend)
+    place = checkpoint.find_checkpoint(Path(resume))[1] if resume else None
+    place = place or checkpoint.find_drafter(Path(init_draft), "--init-draft")
+    return checkpoint.drafter_shape(place, backend(c).TargetConfig.from_folder(c.folder), c.folder)
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse prints its usage on every rank; a ValueError is printed once, as one line."""
+
+    def error(self, message: str) -> typing.NoReturn:
+        raise ValueError(f"{data.short(message, 300)}: see train.py --help")
+
+
+def restarted_run() -> str:
+    """The run folder of this job before torchrun --max-restarts started it again, if it had begun."""
+    if int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) == 0:
+        return ""
+    kept = launcher_store()
+    run = kept.get("run").decode() if kept.check(["run"]) else ""
+    return run if run and (Path(run) / "config.json").exists() else ""
+
+
+def parse_flags(argv: list[str] | None = None, restarted: str = "") -> Config:
+    """The config from the command line; the saved config of a resumed or restarted run fills in what is not
+    given.
+    """
+    parser = Parser(
+        prog="train.py",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    for f in dataclasses.fields(Config):
+        how: dict = {"type": token_count if f.name == "token_budget" else f.type}
+        if typing.get_origin(f.type) is list:
+            how = {"type": str, "nargs": "+"}
+        elif f.type is bool:
+            how = {"action": "store_true"}
+        flag, default = "--" + f.name.replace("_", "-"), getattr(Config, f.name, None)
+        shown = f" ({default})" if default and default != -1 else ""  # else the text says what is chosen
+        parser.add_argument(flag, default=argparse.SUPPRESS, help=f.metadata["help"] + shown, **how)
+    given = vars(parser.parse_args(argv))
+    check_values(given, "--{}: give another value")
+    saved = {}
+    if restarted:
+        given = {k: v for k, v in given.items() if k != "out"} | {"resume": restarted}
+    if given.get("resume"):
+        if "out" in given:
+            raise ValueError("--out with --resume: a resumed run stays in its folder: leave --out out")
+        if "init_draft" in given and not restarted:
+            raise ValueError(
+                "--init-draft with --resume: a resumed run goes on from its checkpoint: leave one of them out"
+            )
+        run, _ = checkpoint.find_checkpoint(Path(given["resume"]))
+        saved = checkpoint.read_config(run)
+        if saved.pop("world_size", 0) != int(os.environ.get("WORLD_SIZE", 1)):
+            saved |= {"drafters": 0, "layout": ""}  # another world: split it anew
+            given = {k: v for k, v in given.items() if not restarted or k not in ("drafters", "layout")}
+        elif given.get("target_tp") not in (None, saved.get("target_tp", 1)):
+            saved |= {"drafters": 0, "layout": ""}  # other targets: likewise
+        elif given.get("layout") not in (None, saved.get("layout")):
+            saved["drafters"] = 0  # those of the other layout
+        known = {f.name for f in dataclasses.fields(Config)}
+        saved = {k: v for k, v in saved.items() if k in known} | {"out": str(run)}
+        check_values(saved, f"{run}/config.json: {{}}: start the run anew")
+    return Config(**(saved | given))
+
+
+def token_count(text: str) -> int:
+    if text == "auto":
+        return AUTO
+    if not text.isascii() or not text.isdigit():
+        raise argparse.ArgumentTypeError(f"{data.short(text, 40)}: give a number of tokens, or auto")
+    return int(text)
+
+
+def check_values(values: dict, place: str) -> None:
+    """ValueError where a field of the config has another type than its flag, or text that cannot be shown."""
+    for f in dataclasses.fields(Config):
+        if f.name not in values:
+            continue
+        value, listed = values[f.name], typing.get_origin(f.type) is list
+        texts = value if listed and isinstance(value, list) else [value]
+        good = (type(value) is list) == listed and all(type(v) is (str if listed else f.type) for v in texts)
+        if f.type is float and type(value) is int and abs(value) < 1 << 53:
+            values[f.name], good = float(value), True
+        kind = "a list of texts" if listed else f"a {f.type.__name__}"
+        why = "" if good else f"is not {kind}"
+        why = why or next(filter(None, map(data.unfit_name, (v for v in texts if isinstance(v, str)))), "")
+        if why:
+            name, shown = f.name.replace("_", "-"), data.short(str(value), 60)
+            raise ValueError(place.format(f"{name} {shown} {why}"))
+
+
+def resolve(c: Config, t: TargetConfig, world_size: int, nodes: int) -> Config:
+    """Fill in what was left open and check the rest; ValueError names the flag and what would do."""
+    tiny = not c.target
+    c = take_shape(c, c.drafter(t)) if c.init_draft else dataclasses.replace(c)
+    if c.token_budget in (0, AUTO):
+        c.token_budget = 1024 if tiny else 16384
+    c.variant = c.variant or "dflash"
+    c.block_size = c.block_size or (8 if tiny or c.variant == "dflash2" else 16)
+    c.draft_layers = c.draft_layers or (2 if tiny else 5)
+    c.taps = c.taps or len(model.tap_layers(t.layers, 5))
+    c.gamma = c.gamma or model.default_gamma(c.block_size)
+    c.max_length = c.max_length or min(4096, t.max_position, c.token_budget)
+    c.anchors = c.anchors or max(1, c.token_budget // 4)
+    c.anchor_chunk = min(c.anchor_chunk or 2048, c.anchors)
+    c.anchors = -(-c.anchors // c.anchor_chunk) * c.anchor_chunk
+    if c.optimizer == "muon":
+        c.lr = c.lr or (2e-2 if tiny else 4e-3)
+    c.lr = c.lr or (3e-3 if tiny else 6e-4)
+    if tiny:
+        c.steps = c.steps or (0 if c.epochs else 250)
+        if not c.data:
+            c.data, c.eval_data = [str(TINY / "train.jsonl")], c.eval_data or [str(TINY / "eval.jsonl")]
+    c.epochs = c.epochs or 6
+    check_flags(c, t)
+    return resolve_split(c, t, world_size, nodes)
+
+
+def check_flags(c: Config, t: TargetConfig) -> None:
+    """ValueError for a value that cannot be; what depends on the ranks is checked by `resolve_split`."""
+    positive = (
+        "token_budget max_batch_size max_length block_size draft_layers taps anchors anchor_chunk gamma "
+    )
+    for name in (positive + "lr clip epochs depth target_tp").split():
+        if not getattr(c, name) > 0:
+            raise ValueError(f"--{name.replace('_', '-')} {getattr(c, name)}: must be above 0")
+    not_below = "steps batches_per_step save_every keep eval_every eval_decode max_bad_lines drafters seed"
+    for name in not_below.split():
+        if getattr(c, name) < 0:
+            raise ValueError(f"--{name.replace('_', '-')} {getattr(c, name)}: must not be below 0")
+    for name, choices in CHOICES.items():
+        if (value := getattr(c, name)) not in (getattr(Config, name), *choices):
+            flag = f"--{name.replace('_', '-')} {data.short(value, 40)}"
+            raise ValueError(f"{flag}: give {' or '.join(choices)}")
+    if c.gamma < 1e-3:
+        raise ValueError(f"--gamma {c.gamma:g}: the weights vanish: give at least 0.001")
+    if c.mask_token_id < -1:
+        raise ValueError(f"--mask-token-id {c.mask_token_id}: give a token id, or leave it out")
+    for name, most in AT_MOST.items():
+        if not getattr(c, name) <= most:
+            raise ValueError(f"--{name.replace('_', '-')} {getattr(c, name)}: must be at most {most}")
+    if not c.data:
+        raise ValueError("--data is missing: give the training data of this target, one or more JSONL files")
+    if c.token_budget % model.TILE:
+        better = -(-c.token_budget // model.TILE) * model.TILE
+        raise ValueError(
+            f"--token-budget {c.token_budget}: must be a multiple of {model.TILE}: give {better}"
+        )
+    if c.block_size < 2:
+        raise ValueError(
+            f"--block-size {c.block_size}: a block is one real token and at least one drafted: give 2 or more"
+        )
+    if c.taps > (most := len(model.tap_layers(t.layers, c.taps))) and not c.init_draft:
+        raise ValueError(f"--taps {c.taps}: this target has {most} layers to tap: give at most {most}")
+    if c.max_length > t.max_position:
+        raise ValueError(
+            f"--max-length {c.max_length}: the target takes {t.max_position} positions: give less"
+        )
+    if not 0 <= c.headroom < 100:
+        raise ValueError(f"--headroom {c.headroom:g}: a percentage, at least 0 and below 100")
+    if not 0 <= c.warmup_ratio < 1:
+        raise ValueError(f"--warmup-ratio {c.warmup_ratio}: must be at least 0 and below 1")
+    if c.eval_decode and backend(c) is not model:
+        raise ValueError(
+            f"--eval-decode with --target-backend {c.target_backend}: no cache to decode with: leave it out"
+        )
+    try:
+        c.drafter(t).check_variant()
+    except ValueError as error:
+        raise ValueError(f"--variant dflash2: {error}: leave it out") from None
+    if c.fp8:
+        check_fp8(c, t)
+
+
+def take_shape(c: Config, d: DrafterConfig) -> Config:
+    """The shape of --init-draft in place of the defaults; ValueError for a flag that contradicts it."""
+    shape = {"block_size": d.block_size, "draft_layers": d.layers, "taps": len(d.ids)}
+    shape |= {"mask_token_id": d.mask_token, "variant": d.variant}
+    for name, value in shape.items():
+        if (given := getattr(c, name)) not in (getattr(Config, name), value):
+            raise ValueError(
+                f"--{name.replace('_', '-')} {given}: {data.short(c.init_draft, 100)} of --init-draft has "
+                f"{value}: leave it out"
+            )
+    return dataclasses.replace(c, **shape)
+
+
+def check_fp8(c: Config, t: TargetConfig) -> None:
+    """ValueError where a product of the drafter has a size that 8-bit products cannot have."""
+    d = c.drafter(t)
+    sizes = {"hidden size": d.hidden, "intermediate size": d.intermediate, "vocabulary": d.vocab}
+    sizes |= {"size of the keys": d.kv_heads * d.head_dim, "size of the queries": d.heads * d.head_dim}
+    sizes["--anchor-chunk times --block-size"] = c.anchor_chunk * c.block_size
+    for name, size in sizes.items():
+        if size % fp8.MULTIPLE:
+            raise ValueError(
+                f"--fp8: the {name} is {size}, 8-bit products need multiples of {fp8.MULTIPLE}: leave it out"
+            )
+
+
+def resolve_split(c: Config, t: TargetConfig, world_size: int, nodes: int) -> Config:
+    """Choose layout, drafters and batches per step for this world, or check what was asked for."""
+    c.layout = c.layout or ("split" if world_size > 1 or c.target_tp > 1 else "colocate")
+    if c.layout not in ("split", "colocate"):
+        raise ValueError(f"--layout {data.short(c.layout, 40)}: give split or colocate")
+    if c.target_tp > 1:
+        check_tp(c, t, world_size // nodes)
+    if c.layout == "colocate":
+        if c.drafters not in (0, world_size):
+            raise ValueError(
+                f"--drafters {c.drafters}: with --layout colocate all {world_size} ranks draft: leave it out"
+            )
+        c.drafters = world_size
+    else:
+        resolve_drafters(c, t, world_size // nodes, nodes)
+    c.batches_per_step = c.batches_per_step or c.drafters
+    if c.batches_per_step % c.drafters:
+        raise ValueError(
+            f"--batches-per-step {c.batches_per_step}: must be a multiple of the {c.drafters} drafters"
+        )
+    return c
+
+
+def resolve_drafters(c: Config, t: TargetConfig, per_node: int, nodes: int) -> None:
+    """Of the split layout: choose the drafters by the work of each side, or check what was asked for."""
+    if per_node < 2:
+        raise ValueError(
+            "--layout split: needs 2 ranks a node, one target and one drafter: give --layout colocate"
+        )
+    whole = range(per_node - c.target_tp, 0, -c.target_tp)[::-1]  # drafters that leave whole targets
+    if not c.drafters:
+        d = c.drafter(t)
+        ours = d.step_flops(c.token_budget, c.anchors)
+        theirs = t.prefill_flops(c.token_budget, max(d.ids) + 1)
+        fits = [n for n in whole if not c.batches_per_step or c.batches_per_step % (n * nodes) == 0]
+        if not fits:
+            raise ValueError(
+                f"--batches-per-step {c.batches_per_step}: no split of {per_node} ranks a node divides it"
+                + (f" and leaves whole targets of {c.target_tp}" if c.target_tp > 1 else "")
+            )
+        best = per_node * ours / (ours + theirs)
+        c.drafters = min(fits, key=lambda n: (abs(n - best), n)) * nodes
+    if c.drafters % nodes or not 0 < c.drafters // nodes < per_node:
+        most = (per_node - 1) * nodes
+        choice = f"a multiple of {nodes} from {nodes} to {most}" if nodes > 1 else f"1 to {most}"
+        raise ValueError(
+            f"--drafters {c.drafters}: on {nodes} node(s) of {per_node} ranks give "
+            f"{choice if most > nodes else most}, so that a node has a target too, or --layout colocate"
+        )
+    if c.drafters // nodes not in whole:
+        choice = " or ".join(str(n * nodes) for n in whole)
+        raise ValueError(
+            f"--drafters {c.drafters}: what is left of {per_node} ranks a node is not whole targets of "
+            f"{c.target_tp} ranks: give {choice}"
+        )
+
+
+def check_tp(c: Config, t: TargetConfig, per_node: int) -> None:
+    """ValueError where targets of several ranks are asked for and cannot be had."""
+    tp = f"--target-tp {c.target_tp}"
+    if c.layout == "colocate":
+        raise ValueError(f"{tp}: with --layout colocate every rank has a whole target: leave one of them out")
+    if c.target_backend != "native":
+        raise ValueError(f"{tp}: --target-backend {c.target_backend} cannot be shared: leave one of them out")
+    if per_node <= c.target_tp:
+        raise ValueError(
+            f"{tp}: needs {c.target_tp + 1} ranks a node, a target's and a drafter, there are {per_node}: "
+            "start more, or give a smaller one"
+        )
+    try:
+        t.part(c.target_tp)
+    except ValueError as error:
+        most = min(per_node, t.kv_heads + 1)
+        fits = [str(n) for n in range(1, most) if not t.kv_heads % n and not t.intermediate % n]
+        raise ValueError(f"{tp}: {error}: give {' or '.join(fits)}") from None
 
 
 # ---------------------------------------------------------------------------------------------------------
