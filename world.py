@@ -334,9 +334,7 @@ class Ending:
             self._signalled, self.reason = now, signal.Signals(number).name
             self.asked.set()
             if self.training and self._world.rank == 0:
-                told = (
-                    f"{self.reason}: a checkpoint, then a stop within a few steps; another ends it at once"
-                )
+                told = f"{self.reason}: a checkpoint, then a stop within a few steps; another ends it at once"
                 print(told, file=sys.stderr, flush=True)
         elif now - self._signalled > 2:  # torchrun passes a Ctrl-C on as a second signal within milliseconds
             self._end(f"{self.reason} twice", 128 + number)
