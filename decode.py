@@ -914,7 +914,7 @@ def parse_flags(argv: list[str] | None) -> argparse.Namespace:
     if c.json and c.png and Path(c.json).resolve() == Path(c.png).resolve():
         raise ValueError("--json --png: both name the same file: give two")
     if c.png and Path(c.png).suffix not in (".png", ".svg", ".pdf"):
-        raise ValueError(f"--png {data.short(c.png, 100)}: must end in .png, .svg or .pdf")
+        raise ValueError(f"--png {data.short(c.png, 100)}: give a name that ends in .png, .svg or .pdf")
     c.device = c.device or ("cuda" if torch.cuda.is_available() else "cpu")
     c.dtype = c.dtype or ("bfloat16" if c.device == "cuda" else "float32")
     return c

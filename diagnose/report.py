@@ -98,7 +98,7 @@ def writable(name: str) -> str:
 
 def picture(name: str) -> str:
     if Path(name).suffix not in (".png", ".svg", ".pdf"):
-        raise argparse.ArgumentTypeError(f"{name}: must end in .png, .svg or .pdf")
+        raise argparse.ArgumentTypeError(f"{name}: give a name that ends in .png, .svg or .pdf")
     return writable(name)
 
 

@@ -440,7 +440,7 @@ MISTAKES = {
         ["--draft", "RUN", "--limit", "1", "--max-new-tokens", "2", "--json", "/dev/full"],
         "/dev/full: could not be written",
     ),
-    "picture": (["--png", "a.xyz"], "--png a.xyz: must end in"),
+    "picture": (["--png", "a.xyz"], "--png a.xyz: give a name that ends in"),
     "other target": (["--draft", "RUN/step-000030/export", "--target", "other"], "another target"),
 }
 

@@ -679,7 +679,7 @@ def test_other_errors_keep_their_traceback():
 
 def test_the_flag_overrides(monkeypatch):
     class World:
-        role, size = "drafter", 2
+        role, size, nodes = "drafter", 2, 1
 
     q = question()
     monkeypatch.setattr(train, "device_memory", lambda world: 1)

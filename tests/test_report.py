@@ -177,4 +177,4 @@ def test_a_picture_of_no_known_kind_is_refused(script, capsys):
     for name in ("x.foo", "x"):
         with pytest.raises(SystemExit):
             parse(["--png", name])
-        assert "must end in .png" in capsys.readouterr().err
+        assert "ends in .png" in capsys.readouterr().err
