@@ -1305,7 +1305,13 @@ class Drafter(nn.Module):
     """
 
     def __init__(
-        self, c: DrafterConfig, embedding: Tensor, head: Tensor, seed: int = 0, in_fp8: bool = False
+        self,
+        c: DrafterConfig,
+        embedding: Tensor,
+        head: Tensor,
+        seed: int = 0,
+        in_fp8: bool = False,
+        dpace: bool = False,
     ):
         super().__init__()
         self.c = c
@@ -1320,7 +1326,7 @@ class Drafter(nn.Module):
         self.run_layer: Callable = DrafterLayer.forward
         self.run_norm: Callable = RMSNorm.forward
         self.run_loss: Callable = cross_entropy_rows
-        self.dpace = False
+        self.dpace = dpace
         self.run_selector: Callable = selector_loss
         self._reset(seed)
         self.fp8_head = fp8.Head(self.head) if in_fp8 else None

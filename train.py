@@ -287,8 +287,8 @@ class Job:
             tables = self.world.together(
                 lambda: backend(c).load_embedding_and_head(c.folder, self.device, self.dtype), "target"
             )
-            self.drafter = Drafter(d, *tables, seed=c.seed, in_fp8=c.fp8).to(self.device)
-            self.drafter.dpace = c.loss_weights == "dpace"
+            how = {"in_fp8": c.fp8, "dpace": c.loss_weights == "dpace"}
+            self.drafter = Drafter(d, *tables, c.seed, **how).to(self.device)
             if c.optimizer == "muon":
                 group = self.world.draft_group if self.world.drafters > 1 else None
                 self.optimizer = muon.Muon(self.drafter, c.lr, group)

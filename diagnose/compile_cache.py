@@ -490,8 +490,8 @@ def _job(flags: list[str], light: bool):
         job.drafter, job.optimizer = types.SimpleNamespace(), None
         return job
     table = torch.ones(d.vocab, d.hidden, dtype=job.dtype, device=job.device)
-    job.drafter = model.Drafter(d, table, table, in_fp8=c.fp8).to(job.device)
-    job.drafter.dpace = c.loss_weights == "dpace"
+    how = {"in_fp8": c.fp8, "dpace": c.loss_weights == "dpace"}
+    job.drafter = model.Drafter(d, table, table, **how).to(job.device)
     job.optimizer = torch.optim.SGD(job.drafter.parameters())
     job.world.runs_target = train.backend(c) is model  # others are never compiled
     if job.world.runs_target:

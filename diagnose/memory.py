@@ -315,7 +315,7 @@ def trace_step(c, t: TargetConfig) -> int:
     bf16 = {"device": "meta", "dtype": torch.bfloat16}
     table = torch.empty(d.vocab, d.hidden, **bf16)
     with torch.device("meta"):
-        drafter = model.Drafter(d, table, table)
+        drafter = model.Drafter(d, table, table, dpace=c.loss_weights == "dpace")
     live = Live()
     of_context = ("fc.", "hidden_norm.", "k_proj.", "v_proj.", "k_norm.")
     drafter.run_context = Traced(live, model.Drafter.project_context, of_context)
@@ -323,7 +323,6 @@ def trace_step(c, t: TargetConfig) -> int:
     drafter.run_layer = lambda *inputs_and_mask: layer(*inputs_and_mask[:-1])
     drafter.run_norm = Traced(live, model.RMSNorm.forward)
     drafter.run_loss = lambda *a, **k: live.run(lambda: model.cross_entropy_rows(*a, **k), a[0].nbytes)
-    drafter.dpace = c.loss_weights == "dpace"
     drafter.run_selector = Traced(live, model.selector_loss)
     job = types.SimpleNamespace(
         c=c, drafter=drafter, device=torch.device("meta"), facts={"mask_token": 0}, put=lambda x: x.to("meta")
