@@ -189,8 +189,9 @@ def default_root() -> Path:
     return Path(base) / "blockdraft"
 
 
-def use_cache(folder: str | None = None) -> CacheInfo:
+def use_cache(folder: str | None = None, compiles: bool = True) -> CacheInfo:
     """Make Inductor and Triton keep compiled code in `folder`/<build>; before any compile, main thread only.
+    Not `compiles`: this process only packs or unpacks the cache and needs no workers.
 
     Raises CacheError when the folder could hand somebody else's code to this process, or cannot be written.
     """
@@ -219,7 +220,8 @@ def use_cache(folder: str | None = None) -> CacheInfo:
         with _manifest_lock(_cache.manifest):
             if not _cache.manifest.exists():
                 write_beside(_cache.manifest, json.dumps(_empty_manifest(of), indent=1).encode())
-    start_workers()
+    if compiles:
+        start_workers()
     return _cache
 
 
@@ -1337,7 +1339,7 @@ def _command(command: str, file: str, folder: str | None) -> str:
     build = (Path(folder).expanduser().absolute() if folder else default_root()) / build_name()
     if command == "save" and not any((build / part).is_dir() for part in ("inductor", "triton")):
         raise CacheError(f"{build}: nothing compiled by this build yet. Fix: start train.py once")
-    cache = use_cache(folder)
+    cache = use_cache(folder, compiles=False)
     info = save_bundle(file, cache) if command == "save" else load_bundle(file, cache)
     if info.fingerprint != cache.fingerprint:
         raise BundleError(f"{info.path}: {info.note}")
