@@ -42,7 +42,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
-from diagnose.report import Finding, Report, add_arguments, fail, ok, picture, skip, warn, write_json
+from diagnose.report import Finding, Report, add_arguments, fail, leave, ok, picture, skip, warn, write_json
 from headroom import (
     GIB,
     MIB,
@@ -1019,9 +1019,4 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    code = main()
-    if "RANK" in os.environ:
-        import train
-
-        train.end(code)
-    sys.exit(code)
+    leave(main())

@@ -22,6 +22,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import NoReturn
 
 LONGEST_FIX = 1000  # characters of a command to paste
 STATES = ("ok", "warn", "skip", "FAIL", "CRASH")
@@ -191,6 +192,15 @@ def judge(checks: list[dict], strict: bool = False) -> tuple[str, str, int]:
         return "NOT READY", "NOT READY: " + ", ".join(parts), 1
     counts = ", ".join(f"{len(names[s])} {s}" for s in ("ok", "warn", "skip") if names[s])
     return "READY", f"READY ({counts})", 0
+
+
+def leave(code: int) -> NoReturn:
+    """End a script; a rank as train.py ends, since destructors now and then abort one that is done."""
+    if "RANK" in os.environ:
+        import train
+
+        train.end(code)
+    sys.exit(code)
 
 
 def write_json(path: str | Path, content: dict) -> None:

@@ -36,7 +36,7 @@ from pathlib import Path
 if not __package__:  # python diagnose/throughput.py: same imports as python -m diagnose.throughput
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from diagnose.report import Finding, Report, add_arguments, fail, ok, picture, skip, warn
+from diagnose.report import Finding, Report, add_arguments, fail, leave, ok, picture, skip, warn
 
 GPUS = {  # dense bf16 TFLOP/s by data sheet; the later name wins where two fit
     "A100": 312, "A10": 125, "A40": 150, "A6000": 155, "L4": 121, "L40": 181, "L40S": 362, "H20": 148,
@@ -1118,9 +1118,4 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    code = main()
-    if "RANK" in os.environ:
-        import train
-
-        train.end(code)
-    sys.exit(code)
+    leave(main())
