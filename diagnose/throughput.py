@@ -598,9 +598,9 @@ FIELDS = "nodes gpus link nvlink gpu target_ms drafter_ms update_ms".split()
 def parse_simulation(text: str) -> dict:
     found: dict = {"nodes": 1, "gpus": 8, "link": 50e9, "nvlink": NVLINK}
     for part in text.split(","):
-        name, _, value = part.partition("=")
+        (name, _, value), told = part.partition("="), part[:60]
         if name not in FIELDS or not value:
-            raise ValueError(f"--simulate: {part[:60]!r}: give {', '.join(f'{f}=...' for f in FIELDS)}")
+            raise ValueError(f"--simulate: {told!r}: give {', '.join(f'{f}=...' for f in FIELDS)}")
         try:
             if name in ("nodes", "gpus"):
                 found[name] = int(value)
@@ -609,16 +609,14 @@ def parse_simulation(text: str) -> dict:
                     value if name == "gpu" else parse_size(value) if "link" in name else float(value)
                 )
         except ValueError as error:
-            raise ValueError(
-                f"{error}" if "link" in name else f"--simulate: {part[:60]}: not a number"
-            ) from None
+            raise ValueError(f"{error}" if "link" in name else f"--simulate: {told}: not a number") from None
         if name == "gpu":
             continue
         if not found[name] > 0:
-            raise ValueError(f"--simulate: {part[:60]}: must be above 0")
+            raise ValueError(f"--simulate: {told}: must be above 0")
         most = {"gpus": MOST_GPUS, "nodes": MOST_NODES}.get(name, BEYOND)
         if found[name] > most:
-            raise ValueError(f"--simulate: {part[:60]}: must be at most {most:g}")
+            raise ValueError(f"--simulate: {told}: must be at most {most:g}")
     if ("target_ms" in found) != ("drafter_ms" in found):
         raise ValueError("--simulate: target_ms and drafter_ms: give both or none")
     return found
@@ -949,11 +947,10 @@ def better_split(run: Run) -> tuple[Plan | None, float, bool]:
     c, (of_target, of_drafter) = run.config, busy(run)
     each = Times(of_target * run.targets / c.batches_per_step, of_drafter * run.drafters / c.batches_per_step)
     now = c.batches_per_step / (run.median("step_ms") / 1000)
-    found = (None, 0.0, True)
-    for layout, per_step in itertools.product(("split", "colocate"), (c.batches_per_step, 0)):
-        machine = Machine(run.world_size // run.nodes, run.nodes)
-        listed = plans(each, machine, per_step, c.depth, 0.0, tp=c.target_tp)
-        best = next((p for p in listed if p.layout == layout), None)
+    machine, found = Machine(run.world_size // run.nodes, run.nodes), (None, 0.0, True)
+    listed = {n: plans(each, machine, n, c.depth, 0.0, tp=c.target_tp) for n in (c.batches_per_step, 0)}
+    for layout, per_step in itertools.product(("split", "colocate"), listed):
+        best = next((p for p in listed[per_step] if p.layout == layout), None)
         if best and layout == "split" and best.drafters * run.nodes == run.drafters:
             continue  # it is what the run has, only measured otherwise
         gain = best.batches_per_s * run.nodes / now if best else 0.0
@@ -964,10 +961,8 @@ def better_split(run: Run) -> tuple[Plan | None, float, bool]:
 
 def feature_bytes(run: Run) -> float:
     """Of a batch, in bf16 on a GPU and fp32 on a CPU."""
-    from model import tap_layers
-
-    taps = len(tap_layers(run.target.layers, run.config.taps))
-    return run.config.token_budget * taps * run.target.hidden * (4 if run.gpu == "cpu" else 2)
+    c = run.config
+    return c.drafter(run.target).feature_bytes(c.token_budget, 4 if run.gpu == "cpu" else 2)
 
 
 def judge_drift(run: Run) -> list[Finding]:
