@@ -806,15 +806,11 @@ def compare(a: dict, b: dict, names: tuple[str, str]) -> str:
         if a.get(field) != b.get(field):
             raise ValueError(
                 f"compare: {field} is {shown(a.get(field))} in {names[0]} and {shown(b.get(field))} in "
-                f"{names[1]}: "
-                "measure the same shape twice"
+                f"{names[1]}: measure the same shape twice"
             )
     rows = [(f, a.get(f), b.get(f)) for f in ("dtype", "gpu", "torch", "commit", "anchor_chunk")]
-    rows = [
-        (f, shown(x), shown(y), "" if x == y else "differs")
-        for f, x, y in rows
-        if x is not None or y is not None
-    ]
+    rows = [(f, x, y) for f, x, y in rows if x is not None or y is not None]
+    rows = [(f, shown(x), shown(y), "" if x == y else "differs") for f, x, y in rows]
 
     def numbers(name: str, x: float | None, y: float | None) -> tuple:
         return name, *(f"{v:.4g}" for v in (x, y)), f"{100 * (y / x - 1):+.1f}%" if x else ""
@@ -883,10 +879,11 @@ def parse(argv: list[str] | None) -> tuple[argparse.Namespace, list[str]]:
         parser.error(f"{args.what} takes no file: {args.files[0]}")
     if args.repeats < 1:
         parser.error(f"--repeats {args.repeats}: must be at least 1")
-    if args.json and not Path(args.json).absolute().parent.is_dir():
-        parser.error(f"--json {args.json}: there is no folder {Path(args.json).absolute().parent}")
-    if args.json and Path(args.json).is_dir():
-        parser.error(f"--json {args.json}: is a folder: give the name of a file")
+    try:
+        if args.json:
+            data.check_output(args.json)
+    except ValueError as error:
+        parser.error(f"--json {error}")
     return args, rest
 
 

@@ -1105,6 +1105,15 @@ def check_files(files: Iterable[str | Path]) -> None:
         raise ValueError(f"data file {missing} {why}; correct --data")
 
 
+def check_output(name: str) -> None:
+    """ValueError where no file of this name can be made."""
+    if Path(name).is_dir():
+        raise ValueError(f"{short(name, 100)}: is a folder: give the name of a file")
+    if not Path(name).absolute().parent.is_dir():
+        name = short(name, 100)
+        raise ValueError(f"{name}: there is no folder {Path(name).absolute().parent}: make it first")
+
+
 def load_corpus(
     files,
     tokenizer: Tokenizer,

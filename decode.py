@@ -906,11 +906,7 @@ def parse_flags(argv: list[str] | None) -> argparse.Namespace:
     if c.verify and c.temperature:
         raise ValueError("--verify --temperature: samples differ from run to run: leave one of them out")
     for name in filter(None, (c.json, c.png)):
-        if Path(name).is_dir():
-            raise ValueError(f"{data.short(name, 100)}: is a folder: give the name of a file")
-        if not Path(name).absolute().parent.is_dir():
-            name = data.short(name, 100)
-            raise ValueError(f"{name}: there is no folder {Path(name).absolute().parent}: make it first")
+        data.check_output(name)
     if c.json and c.png and Path(c.json).resolve() == Path(c.png).resolve():
         raise ValueError("--json --png: both name the same file: give two")
     if c.png and Path(c.png).suffix not in (".png", ".svg", ".pdf"):
