@@ -855,12 +855,7 @@ def read_result(name: str) -> dict:
 
 def parse(argv: list[str] | None) -> tuple[argparse.Namespace, list[str]]:
     """(own flags, flags of train.py or decode.py)."""
-    parser = argparse.ArgumentParser(
-        prog="bench.py",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    parser = data.Parser("bench.py", __doc__)
     parser.add_argument("what", choices=(*KINDS, "compare"))
     parser.add_argument("files", nargs="*", help="for compare: two files that --json wrote")
     parser.add_argument("--shape", choices=SHAPES, default="tiny", help="sizes of model and batch (tiny)")
@@ -918,9 +913,9 @@ def measure(args: argparse.Namespace, flags: list[str], place: Path) -> dict | N
 
 def main(argv: list[str] | None = None) -> int:
     """Exit 0: measured; 2: a mistake, in one line."""
-    args, flags = parse(argv)
     code = 0
     try:
+        args, flags = parse(argv)
         if args.what == "compare":
             print(compare(*map(read_result, args.files), tuple(args.files)))
             return 0

@@ -38,7 +38,7 @@ from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 import numpy as np
 
@@ -813,6 +813,19 @@ def short(text: str, length: int) -> str:
     text = " ".join(text[: 20 * length].split())
     text = "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in text)
     return text if len(text) <= length else text[: length - 1] + "…"
+
+
+class Parser(argparse.ArgumentParser):
+    """The flags of a script. A wrong one is a ValueError of one line, where argparse prints all its usage on
+    every rank.
+    """
+
+    def __init__(self, prog: str, doc: str | None):
+        form = argparse.RawDescriptionHelpFormatter
+        super().__init__(prog=prog, description=doc, formatter_class=form, allow_abbrev=False)
+
+    def error(self, message: str) -> NoReturn:
+        raise ValueError(f"{short(message, 300)}: see {self.prog} --help")
 
 
 # ----------------------------------------------------------------------------------------------------------
@@ -1675,10 +1688,8 @@ def choose_mask_token(
 
 
 def main() -> int:
-    """Exit 0: train.py takes the data; 1: it does not, or there is no such file or model."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    """Exit 0: train.py takes the data; 1: it does not, or there is no such file or model; 2: a wrong flag."""
+    parser = Parser("data.py", __doc__)
     parser.add_argument("files", nargs="+", help="JSONL files")
     parser.add_argument(
         "--target", required=True, help="model folder with the tokenizer and its chat template"
@@ -1688,7 +1699,11 @@ def main() -> int:
         "--max-bad-lines", type=int, default=100, help="exit 1 above it (100, as train.py); all are printed"
     )
     parser.add_argument("--cache", default=None, help="folder for the tokens (default: a temporary one)")
-    args = parser.parse_args()
+    try:
+        args = parser.parse_args()
+    except ValueError as error:
+        print(f"data.py: {error}", file=sys.stderr)
+        return 2
     try:
         return check(args)
     except ValueError as error:

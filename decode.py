@@ -844,22 +844,13 @@ def draw(r: dict, path: str) -> None:
 # The command
 
 
-class Parser(argparse.ArgumentParser):
-    """A wrong flag is one line, as any other mistake is."""
-
-    def error(self, message: str):
-        raise ValueError(f"{data.short(message, 300)}: see decode.py --help")
-
-
 def check_temperature(temperature: float) -> None:
     if 0 < temperature < LEAST_TEMPERATURE:
         raise ValueError(f"--temperature {temperature}: 0 is greedy, else at least {LEAST_TEMPERATURE:g}")
 
 
 def parse_flags(argv: list[str] | None) -> argparse.Namespace:
-    parser = Parser(
-        prog="decode.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = data.Parser("decode.py", __doc__)
     add = parser.add_argument
     add("--target", default="", help="Hugging Face folder (default: the drafter's, or the built-in target)")
     add("--draft", default="", help="export, run folder or checkpoint (default: the newest finished run)")

@@ -736,17 +736,8 @@ class ServerError(RuntimeError):
 # The command
 
 
-class Parser(argparse.ArgumentParser):
-    """A wrong flag is one line, as any other mistake is."""
-
-    def error(self, message: str):
-        raise ValueError(f"{data.short(message, 300)}: see generate.py --help")
-
-
 def parse_flags(argv: list[str] | None) -> argparse.Namespace:
-    parser = Parser(
-        prog="generate.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = data.Parser("generate.py", __doc__)
     add = parser.add_argument
     add("--target", default="", help="Hugging Face folder (default: the built-in target)")
     add("--prompts", nargs="+", default=[], help="JSONL with messages, conversations, prompt or text")

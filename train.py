@@ -900,13 +900,6 @@ def shape_to_start_from(init_draft: str, resume: str, target: str, target_backen
     return checkpoint.drafter_shape(place, backend(c).TargetConfig.from_folder(c.folder), c.folder)
 
 
-class Parser(argparse.ArgumentParser):
-    """argparse prints its usage on every rank; a ValueError is printed once, as one line."""
-
-    def error(self, message: str) -> typing.NoReturn:
-        raise ValueError(f"{data.short(message, 300)}: see train.py --help")
-
-
 def restarted_run() -> str:
     """The run folder of this job before torchrun --max-restarts started it again, if it had begun."""
     if int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) == 0:
@@ -920,12 +913,7 @@ def parse_flags(argv: list[str] | None = None, restarted: str = "") -> Config:
     """The config from the command line; the saved config of a resumed or restarted run fills in what is not
     given.
     """
-    parser = Parser(
-        prog="train.py",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    parser = data.Parser("train.py", __doc__)
     for f in dataclasses.fields(Config):
         how: dict = {"type": token_count if f.name == "token_budget" else f.type}
         if typing.get_origin(f.type) is list:

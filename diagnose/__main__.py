@@ -37,7 +37,7 @@ def ask(report: Report, name: str, args) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    args = parse_args(__doc__, argv)
+    args = parse_args("diagnose", __doc__, argv)
     report = Report("diagnose", args)
     for name in present():
         report.say(f"{name}:")

@@ -33,7 +33,7 @@ import numpy as np
 import data
 import model
 import train
-from diagnose.report import Finding, Report, add_arguments, fail, ok, set_aside, skip, warn, writable
+from diagnose.report import Finding, Parser, Report, add_arguments, fail, ok, set_aside, skip, warn, writable
 
 WIDTH = 100
 MARK = "qzxanswerxzq"  # stands for an answer where the template is looked at
@@ -780,12 +780,7 @@ def picture(view: View, path: str) -> Finding:
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="diagnose.batch",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    parser = Parser("diagnose.batch", __doc__)
     add_arguments(parser)
     parser.add_argument("--index", type=int, default=0, help="which batch of the run, from 0")
     parser.add_argument("--documents", type=int, default=6, help="documents to show, 0 for all")
@@ -797,7 +792,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         try:
             Run.configure(args.flags)
         except ValueError as error:
-            parser.error(str(error))
+            parser.exit(2, f"{parser.prog}: {error}\n")
     args.quiet = False
     return args
 

@@ -27,7 +27,7 @@ from pathlib import Path
 if not __package__:  # python diagnose/comms.py: same imports as python -m diagnose.comms
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from diagnose.report import Finding, Report, add_arguments, fail, ok, skip
+from diagnose.report import Finding, Parser, Report, add_arguments, fail, ok, skip
 
 # Shapes: W ranks (the world), N elements of a message.
 
@@ -300,12 +300,7 @@ def checks(report: Report, args: argparse.Namespace | None = None) -> None:
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="diagnose.comms",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    parser = Parser("diagnose.comms", __doc__)
     add_arguments(parser)
     parser.add_argument("--nproc", type=int, help="ranks to start (default one a GPU, or 2 on the CPU)")
     parser.add_argument("--mib", type=float, help="MiB of a message (default 64 on GPUs, 16 on the CPU)")

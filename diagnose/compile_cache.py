@@ -36,7 +36,7 @@ if not __package__:  # python diagnose/compile_cache.py: same imports as python 
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 import compile_utils
-from diagnose.report import Finding, Report, add_arguments, fail, ok, skip, warn
+from diagnose.report import Finding, Parser, Report, add_arguments, fail, ok, skip, warn
 
 MIB = 1 << 20
 STALE_S = 3600.0  # a temporary file older than this was left by a process that died
@@ -565,9 +565,7 @@ def probe_child(work: str, root: str | None, flags: list[str]) -> None:
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
+    parser = Parser("diagnose.compile_cache", __doc__)
     parser.add_argument("--compile-cache", metavar="DIR", help="as for train.py (~/.cache/blockdraft)")
     parser.add_argument("--fix", action="store_true", help="set broken files aside")
     parser.add_argument("--prune", action="store_true", help="delete other builds' folders")
@@ -583,7 +581,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
         try:
             train.parse_flags(args.flags)
         except ValueError as error:
-            parser.error(str(error))
+            parser.exit(2, f"{parser.prog}: {error}\n")
     return args
 
 

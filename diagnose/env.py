@@ -427,7 +427,7 @@ def checks(report: Report, args=None) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    args = parse_args(__doc__, argv)
+    args = parse_args("diagnose.env", __doc__, argv)
     report = Report("env", args)
     checks(report, args)
     return report.finish()

@@ -37,7 +37,7 @@ from pathlib import Path
 if not __package__:  # python diagnose/fx_race.py: same imports as python -m diagnose.fx_race
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from diagnose.report import Report, add_arguments, fail, ok, skip, warn
+from diagnose.report import Parser, Report, add_arguments, fail, ok, skip, warn
 
 # Shapes: N heads, S sequence, E head size; a leading batch of one everywhere.
 
@@ -817,12 +817,7 @@ def check_budget(result: dict, command: str):
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="diagnose.fx_race",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    parser = Parser("diagnose.fx_race", __doc__)
     add_arguments(parser)
     parser.add_argument("--quick", action="store_true", help="2 workers, one trial each, in under 3 minutes")
     parser.add_argument(

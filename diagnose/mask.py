@@ -32,7 +32,7 @@ import torch
 
 import data
 import model
-from diagnose.report import Finding, Report, add_arguments, fail, ok, set_aside, skip, warn, writable
+from diagnose.report import Finding, Parser, Report, add_arguments, fail, ok, set_aside, skip, warn, writable
 
 BLOCK_SIZES = (8, 10, 16)
 WINDOWS = (0, 5, 150)  # none, shorter than a block, longer than a tile
@@ -452,12 +452,7 @@ def checks(report: Report, args: argparse.Namespace | None = None) -> None:
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="diagnose.mask",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    parser = Parser("diagnose.mask", __doc__)
     add_arguments(parser)
     parser.add_argument("--png", type=writable, metavar="FILE", help="also draw the mask there")
     parser.add_argument("--block-size", type=int, default=0, help="tokens of a block, B (8, or train.py's)")
@@ -468,7 +463,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     try:
         args.case = choose_case(args, flags)
     except ValueError as error:
-        parser.error(str(error))
+        parser.exit(2, f"{parser.prog}: {error}\n")
     return args
 
 

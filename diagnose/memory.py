@@ -42,7 +42,19 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
-from diagnose.report import Finding, Report, add_arguments, fail, leave, ok, picture, skip, warn, write_json
+from diagnose.report import (
+    Finding,
+    Parser,
+    Report,
+    add_arguments,
+    fail,
+    leave,
+    ok,
+    picture,
+    skip,
+    warn,
+    write_json,
+)
 from headroom import (
     GIB,
     MIB,
@@ -725,9 +737,7 @@ def parse_memory(text: str) -> int:
 
 def parse(argv: list[str] | None) -> tuple[argparse.Namespace, list[str]]:
     """(own flags, flags of train.py)."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
+    parser = Parser("diagnose.memory", __doc__)
     parser.add_argument(
         "--ranks", type=int, default=0, help="ranks of the job (8, with the built-in target 2)"
     )

@@ -1,6 +1,6 @@
 """One line a check and one verdict: what every diagnose script prints.
 
-    args = parse_args(__doc__)                      # --strict, --json FILE, --traceback
+    args = parse_args("diagnose.env", __doc__)      # --strict, --json FILE, --traceback
     report = Report("env", args)
     report.run("disk", check_disk, "runs")          # prints `[ok] disk  41 GiB free`
     sys.exit(report.finish())                       # prints `READY (1 ok)`, gives the exit code
@@ -78,11 +78,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--traceback", action="store_true", help="print the traceback of a CRASH")
 
 
-def parse_args(doc: str | None, argv: list[str] | None = None) -> argparse.Namespace:
+class Parser(argparse.ArgumentParser):
+    """The flags of a script; a wrong one is one line and exit 2, without argparse's usage before it."""
+
+    def __init__(self, prog: str, doc: str | None):
+        form = argparse.RawDescriptionHelpFormatter
+        super().__init__(prog=prog, description=doc, formatter_class=form, allow_abbrev=False)
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: {' '.join(message.split())}: see python -m {self.prog} --help\n")
+
+
+def parse_args(prog: str, doc: str | None, argv: list[str] | None = None) -> argparse.Namespace:
     """For scripts without flags of their own."""
-    parser = argparse.ArgumentParser(
-        description=doc, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
+    parser = Parser(prog, doc)
     add_arguments(parser)
     return parser.parse_args(argv)
 
@@ -113,8 +122,12 @@ class Report:
         self.extra: dict = {}  # top-level JSON keys of one script, such as fx_race's `trials`
 
     def say(self, text: str = "") -> None:
-        if not self.quiet:
+        if self.quiet:
+            return
+        try:
             print(text, flush=True)
+        except BrokenPipeError:  # `| head` has seen enough; the verdict and --json still come
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
 
     def table(self, rows: Iterable, headers: Iterable[str], **options) -> None:
         from tabulate import tabulate  # here, so that env can still say that it is missing

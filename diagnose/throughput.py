@@ -36,7 +36,7 @@ from pathlib import Path
 if not __package__:  # python diagnose/throughput.py: same imports as python -m diagnose.throughput
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from diagnose.report import Finding, Report, add_arguments, fail, leave, ok, picture, skip, warn
+from diagnose.report import Finding, Parser, Report, add_arguments, fail, leave, ok, picture, skip, warn
 
 GPUS = {  # dense bf16 TFLOP/s by data sheet; the later name wins where two fit
     "A100": 312, "A10": 125, "A40": 150, "A6000": 155, "L4": 121, "L40": 181, "L40S": 362, "H20": 148,
@@ -1028,13 +1028,8 @@ def parse(argv: list[str] | None) -> tuple[argparse.Namespace, list[str]]:
     """(own flags, flags of train.py); a run folder can only come first."""
     argv = list(sys.argv[1:] if argv is None else argv)
     run = argv.pop(0) if argv and not argv[0].startswith("-") else ""
-    parser = argparse.ArgumentParser(
-        prog="diagnose.throughput",
-        usage="%(prog)s [RUN_DIR] [options] [flags of train.py]",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    parser = Parser("diagnose.throughput", __doc__)
+    parser.usage = "%(prog)s [RUN_DIR] [options] [flags of train.py]"
     parser.add_argument(
         "--gpus", type=int, default=0, help="GPUs of a node to split (this machine's; 2 without)"
     )

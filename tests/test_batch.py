@@ -400,7 +400,7 @@ def test_usage_errors_are_one_line(flags, capsys):
     with pytest.raises(SystemExit) as stop:
         batch.main(flags)
     error = capsys.readouterr().err
-    assert stop.value.code == 2 and "Traceback" not in error and "diagnose.batch: error: " in error
+    assert stop.value.code == 2 and error.startswith("diagnose.batch: ") and error.count("\n") == 1
 
 
 def test_a_batch_of_weight_zero(small, capsys):

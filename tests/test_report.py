@@ -17,7 +17,7 @@ STATES = {"ok": ok("m"), "warn": warn("m", "do"), "skip": skip("m", "do"), "FAIL
 
 
 def run(capsys, *findings, argv=()):
-    report = Report("env", parse_args("", list(argv)))
+    report = Report("env", parse_args("report", "", list(argv)))
     for i, finding in enumerate(findings):
         report.run(f"check{i}", lambda f=finding: f)
     code = report.finish()
@@ -41,7 +41,7 @@ def test_verdict_of_each_state(capsys, state, strict):
 
 
 def test_crash_stays_alone_and_is_not_ready(capsys):
-    report = Report("env", parse_args("", []))
+    report = Report("env", parse_args("report", "", []))
     report.run("breaks", lambda: 1 / 0)
     report.run("leaves", lambda: sys.exit("gone"))
     report.run("nothing", lambda: None)
@@ -68,7 +68,7 @@ def test_fix_of_a_crash_is_the_same_command_with_its_flags(monkeypatch, called, 
     given = flags or ["--strict", "--json", "out file"]
     for more in ([], ["--traceback"]):
         monkeypatch.setattr(sys, "argv", [called, *given, *more])
-        report = Report(script, parse_args("", []), quiet=True)
+        report = Report(script, parse_args("report", "", []), quiet=True)
         report.section = section
         report.run("breaks", lambda: 1 / 0)
         module = ".".join(dict.fromkeys(["diagnose", section or script]))
@@ -101,7 +101,7 @@ def test_everything_but_ok_needs_a_fix():
 def test_json_always_has_a_verdict(tmp_path, capsys):
     file = tmp_path / "r.json"
     for finding, verdict, code in ((ok("m", gib=3), "READY", 0), (fail("m", "do"), "NOT READY", 1)):
-        report = Report("memory", parse_args("", ["--json", str(file)]))
+        report = Report("memory", parse_args("report", "", ["--json", str(file)]))
         report.extra["peak_gib"] = 3
         report.run("a", lambda f=finding: f)
         assert report.finish() == code
@@ -116,7 +116,7 @@ def test_nothing_checked_is_not_ready():
 
 
 def test_sections_name_the_script_in_the_verdict(capsys):
-    report = Report("diagnose", parse_args("", []))
+    report = Report("diagnose", parse_args("report", "", []))
     report.section = "memory"
     report.run("headroom", lambda: fail("m", "do"))
     report.finish()
@@ -126,8 +126,36 @@ def test_sections_name_the_script_in_the_verdict(capsys):
 def test_usage_errors_exit_2(tmp_path):
     for argv in (["--nonsense"], ["--json", str(tmp_path / "missing" / "r.json")], ["--json", str(tmp_path)]):
         with pytest.raises(SystemExit) as stop:
-            parse_args("", argv)
+            parse_args("report", "", argv)
         assert stop.value.code == 2
+
+
+SCRIPTS = ("__main__", "batch", "comms", "compile_cache", "env", "fx_race", "mask", "memory", "throughput")
+
+
+@pytest.mark.parametrize("script", [*(f"diagnose.{name}" for name in SCRIPTS), "bench", "data", "decode"])
+def test_a_wrong_flag_is_one_line_and_exit_2(script, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", [f"{script}.py", "--nonsense"])
+    try:
+        code = importlib.import_module(script).main()
+    except SystemExit as stop:
+        code = stop.code
+    said = capsys.readouterr()
+    line = said.err.removesuffix("\n")
+    assert code == 2 and "\n" not in line and not said.out
+    assert line.startswith(script.removesuffix(".__main__"))
+    assert "--help" in line and ("--nonsense" in line or "required" in line)
+
+
+def test_a_reader_that_has_seen_enough_takes_nothing_away(tmp_path):
+    """`python -m diagnose.env --json FILE | head`: the verdict and the file still come, and no traceback."""
+    file, (read, write) = tmp_path / "r.json", os.pipe()
+    os.close(read)  # a reader that is gone already
+    command = [sys.executable, "-m", "diagnose.env", "--json", str(file)]
+    done = subprocess.run(command, stdout=write, stderr=subprocess.PIPE, text=True)
+    os.close(write)
+    assert not done.stderr
+    assert json.loads(file.read_text())["exit_code"] == done.returncode
 
 
 def test_report_needs_no_package_beyond_python():
