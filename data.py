@@ -1017,7 +1017,6 @@ class Chunk:
         ids, mask = ids[:max_length], mask[:max_length]
         supervised = int(mask.sum())
         self.counts["seen_tokens"] += len(ids)
-        self.counts["seen_supervised"] += supervised
         if shape == "chat":
             self.counts["chat_tokens"] += len(ids)
             self.counts["chat_supervised"] += supervised
@@ -1049,7 +1048,7 @@ class Chunk:
 # ----------------------------------------------------------------------------------------------------------
 # The corpus: tokenized once, kept in memory-mapped files
 
-COUNTS = ("seen_tokens", "seen_supervised", "chat_tokens", "chat_supervised", "truncated", "no_anchor")
+COUNTS = ("seen_tokens", "chat_tokens", "chat_supervised", "truncated", "no_anchor")
 PARTS = {"tokens": np.int32, "mask": np.uint8, "offsets": np.int64, "source": np.int32}
 
 
@@ -1065,7 +1064,6 @@ class Report:
     bad: int = 0
     bad_lines: list[tuple[str, int, str]] = field(default_factory=list)
     seen_tokens: int = 0
-    seen_supervised: int = 0
     chat_tokens: int = 0
     chat_supervised: int = 0
     special_seen: list[int] = field(default_factory=list)  # special ids that occur
