@@ -9,7 +9,7 @@
 
 More flags are those of train.py (--anchor-chunk 1024), and what runs is train.py's own: its gate, its
 accumulate, its make_features, its stream, on random weights and fresh random batches. Ceilings are measured
-here and now: square bf16 products of random data for as long as the steps took, and a copy.
+here and now: square products of random data for as long as the steps took, and a copy.
 
 Shape letters: T packed tokens, A anchors, B block size, K tapped layers, H hidden.
 """
@@ -224,7 +224,7 @@ def matmul_tflops(device: torch.device, dtype: torch.dtype, seconds: float) -> f
 
 def copy_gbs(device: torch.device) -> float:
     """GB/s, read and written, of a large copy on the device."""
-    x = torch.empty((1 << 30) if device.type == "cuda" else (1 << 22), dtype=torch.uint8, device=device)
+    x = torch.empty((1 << 30) if device.type == "cuda" else (1 << 28), dtype=torch.uint8, device=device)
     y, clock = torch.zeros_like(x), Clock(device)
     for _ in range(10):
         clock.begin()

@@ -92,8 +92,14 @@ def read_json(path: Path, fix: str = "copy the file again") -> dict | None:
     except RecursionError:
         raise ValueError(f"{path}: not JSON (nested too deeply): {fix}") from None
     if not isinstance(value, dict):
-        raise ValueError(f"{path}: a JSON {type(value).__name__}, only an object is supported: {fix}")
+        raise ValueError(f"{path}: {kind_of(value)}, only an object is supported: {fix}")
     return value
+
+
+def kind_of(value) -> str:
+    """What JSON calls it."""
+    kinds = {dict: "an object", list: "a list", str: "a text", bool: "true or false", type(None): "null"}
+    return kinds.get(type(value), "a number")
 
 
 def unfit_name(text: str) -> str:
@@ -579,13 +585,13 @@ def parse_line(raw: bytes) -> dict:
             raise BadLine("not JSON: cut off") from None
         raise BadLine(f"not JSON: {short(str(error), 80)}") from None
     if not isinstance(record, dict):
-        raise BadLine(f"a JSON {type(record).__name__}, not an object")
+        raise BadLine(f"{kind_of(record)}, not an object")
     return record
 
 
 def text_of(value, name: str) -> str:
     if not isinstance(value, str):
-        raise BadLine(f"{name} is {'null' if value is None else type(value).__name__}, not text")
+        raise BadLine(f"{name} is {kind_of(value)}, not text")
     try:
         value.encode("utf-8")
     except UnicodeEncodeError:
@@ -1112,8 +1118,8 @@ def check_files(files: Iterable[str | Path]) -> None:
     """ValueError for the first of them that is no file."""
     missing = next((f for f in map(Path, files) if not f.is_file()), None)
     if missing is not None:
-        why = "is a folder" if missing.is_dir() else "is a pipe" if missing.exists() else "does not exist"
-        raise ValueError(f"data file {missing} {why}; correct --data")
+        why = "is a folder" if missing.is_dir() else "is no file" if missing.exists() else "does not exist"
+        raise ValueError(f"data file {missing} {why}: correct its path")
 
 
 def check_output(name: str) -> None:
@@ -1689,10 +1695,10 @@ def main() -> int:
     """Exit 0: train.py takes the data; 1: it does not, or there is no such file or model; 2: a wrong flag."""
     parser = Parser("data.py", __doc__)
     parser.add_argument("files", nargs="+", help="JSONL files")
+    parser.add_argument("--target", default="", help="model folder with the tokenizer and its chat template")
     parser.add_argument(
-        "--target", required=True, help="model folder with the tokenizer and its chat template"
+        "--max-length", type=int, default=0, help="tokens of a document (4096, at most what the target takes)"
     )
-    parser.add_argument("--max-length", type=int, default=4096, help="tokens of a document")
     parser.add_argument(
         "--max-bad-lines", type=int, default=100, help="exit 1 above it (100, as train.py); all are printed"
     )
@@ -1705,21 +1711,30 @@ def main() -> int:
     try:
         return check(args)
     except ValueError as error:
-        raise SystemExit(f"data: {error}") from None
+        raise SystemExit(f"data.py: {error}") from None
     except BrokenPipeError:  # `| head` has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         return 141
 
 
+def default_length(folder: Path) -> int:
+    """Tokens of a document at which train.py cuts by itself: 4,096, or what the target takes."""
+    config = read_json(folder / "config.json") or {}
+    text = config.get("text_config")
+    most = (config | text if isinstance(text, dict) else config).get("max_position_embeddings")
+    return min(4096, most) if type(most) is int and most > 0 else 4096
+
+
 def check(args: argparse.Namespace) -> int:
     """Print every bad line, their number in each file, what is in the data; the exit code."""
-    tokenizer = load_tokenizer(args.target)
-    unusable, start = None, time.monotonic()
+    folder = Path(args.target) if args.target else Path(__file__).resolve().parent / "assets" / "tiny"
+    tokenizer, unusable, start = load_tokenizer(folder), None, time.monotonic()
+    length = args.max_length or default_length(folder)
     with tempfile.TemporaryDirectory() as temporary:
         try:
-            report = load_corpus(args.files, tokenizer, args.max_length, args.cache or temporary, None).report
+            report = load_corpus(args.files, tokenizer, length, args.cache or temporary, None).report
             if len(report.bad_lines) < report.bad:  # from the cache, where train.py lists the first ones
-                report = load_corpus(args.files, tokenizer, args.max_length, temporary, None).report
+                report = load_corpus(args.files, tokenizer, length, temporary, None).report
         except BadData as error:
             report, unusable = error.report, error
     seconds = time.monotonic() - start
@@ -1729,7 +1744,8 @@ def check(args: argparse.Namespace) -> int:
         print(f"{file}: {count:,} bad lines")
     if unusable:
         raise unusable
-    print(f"{report}; {seconds:.1f} s, {report.seen_tokens / seconds / 1e6:.2f} Mtok/s", flush=True)
+    speed = f"{seconds:.1f} s, {report.seen_tokens / seconds / 1e6:.2f} Mtok/s"
+    print(f"{report}; max_length {length}; {speed}", flush=True)
     check_bad_lines(report, args.max_bad_lines)
     return 0
 

@@ -255,6 +255,9 @@ class Job:
             self.notes.append(
                 f"--eval-decode: no rank has both models; beside the run: python decode.py {where}"
             )
+        if c.anchors > c.token_budget:
+            most = f"a batch of {c.token_budget} tokens has no place for more than that"
+            self.notes.append(f"--anchors: {c.anchors} are computed, {most}")
         self.drafter_config = c.drafter(t, self.facts["mask_token"])
         if c.init_draft and len(set(map(str, world.gather(self.drafter_config)))) > 1:
             raise UserError(f"--init-draft {c.init_draft}: the nodes hold different drafters: copy it anew")
@@ -925,6 +928,9 @@ def parse_flags(argv: list[str] | None = None, restarted: str = "") -> Config:
         parser.add_argument(flag, default=argparse.SUPPRESS, help=f.metadata["help"] + shown, **how)
     given = vars(parser.parse_args(argv))
     check_values(given, "--{}: give another value")
+    for name, value in given.items():
+        if value == getattr(Config, name, None) == 0 and name not in ("eval_decode", "seed"):
+            raise ValueError(f"--{name.replace('_', '-')} 0: must be above 0; leave it out for the default")
     saved = {}
     if restarted:
         given = {k: v for k, v in given.items() if k != "out"} | {"resume": restarted}
@@ -1454,7 +1460,7 @@ def banner(job: Job) -> Iterator[str]:
         f"anchors | evaluation every {job.eval_every}, checkpoint every {job.save_every}"
     )
     if c.init_draft and not job.place:
-        yield f"starts from {c.init_draft}"
+        yield f"starts from {checkpoint.find_drafter(Path(c.init_draft), '--init-draft')}"
     if job.place and (changes := changed_flags(c, job.place)):
         yield f"note: not as in {job.place}: {', '.join(changes)}"
     for note in job.notes:

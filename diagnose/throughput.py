@@ -344,13 +344,15 @@ def gpu_name() -> str:
 
 
 def measure_sides(flags: list[str], report: Report) -> dict:
-    """Both sides one after the other, each in a process that ends before the next begins."""
-    found: dict = {}
+    """Both sides one after the other, each in a process that ends before the next begins, with the threads
+    that torchrun gives a rank.
+    """
+    found, environment = {}, {"OMP_NUM_THREADS": "1"} | os.environ
     with tempfile.TemporaryDirectory() as place:
         for role in ("target", "drafter"):
             file = f"{place}/{role}.json"
             command = [sys.executable, str(Path(__file__).resolve()), "--measure-role", role, file, *flags]
-            done = subprocess.run(command, capture_output=True, text=True)
+            done = subprocess.run(command, capture_output=True, text=True, env=environment)
             if not Path(file).exists():
                 last = (done.stderr.strip().splitlines() or ["it said nothing"])[-1][:300]
                 what = "step" if role == "drafter" else "target"
@@ -378,7 +380,8 @@ def show_plans(report: Report, listed: list[Plan], m: Machine, tokens: float, to
         eta = clock(total / per_s) if total else "-"
         rows.append((name, 1000 * p.step_s, 1000 * p.reduce_s, per_s * tokens / 1000, *idle, eta, p.note))
     heads = ("targets + drafters", "step ms", "reduce ms", "Ktok/s", "idle t", "idle d", "eta", "")
-    report.table(rows, heads, floatfmt=",.1f")
+    shown = len(heads) - (not any(p.note for p in listed))
+    report.table([row[:shown] for row in rows], heads[:shown], floatfmt=",.1f")
     report.extra["plans"] = [
         {k: v for k, v in dataclasses.asdict(p).items() if k != "spans"}
         | {"tokens_per_s": p.batches_per_s * m.nodes * tokens, "eta_s": total / (p.batches_per_s * m.nodes)}

@@ -19,6 +19,8 @@ import pytest
 import torch
 
 import data
+import train
+from model import TargetConfig
 
 ROOT = Path(__file__).resolve().parent.parent
 CHAT_PIECES = ["<|im_start|>", "<|im_end|>", "<|start|>", "<|stop|>", "<turn>", "</turn>"]
@@ -448,7 +450,7 @@ BAD = {
     "utf-16": ("\ufeff{}".encode("utf-16-le"), "UTF-16"),
     "latin-1": (WHOLE.replace(b"long", "lóng".encode("latin-1")), "not UTF-8"),
     "array": (b"[" + WHOLE + b"]", "list, not an object"),
-    "number": (b"3", "int, not an object"),
+    "number": (b"3", "a number, not an object"),
     "null": (b"null", "not an object"),
     "deep": (b"[" * 100_000, "nested too deeply"),
     "huge number": (b'{"text": ' + b"9" * 10_000 + b"}", "not JSON"),
@@ -909,7 +911,7 @@ def test_command_line_prints_every_bad_line(json_base, tmp_path, usable):
     rest = told[len(bad) :]
     assert rest[:2] == [f"{one}: {len(first)} bad lines", f"{two}: 1,000 bad lines"]
     assert done.returncode == 1 and "Traceback" not in done.stderr
-    assert ("data: more than 100 bad lines" if usable else "no document to train on") in done.stderr
+    assert ("data.py: more than 100 bad lines" if usable else "no document to train on") in done.stderr
 
 
 def test_command_line_takes_what_training_takes(json_base, tmp_path):
@@ -918,3 +920,18 @@ def test_command_line_takes_what_training_takes(json_base, tmp_path):
     command = [sys.executable, str(ROOT / "data.py"), "--target", str(folder), str(path)]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0 and done.stdout.count("bad line ") == 100
+
+
+def test_command_line_counts_what_training_counts(tmp_path, capsys, monkeypatch):
+    """Without flags: of the built-in target, cut where train.py cuts."""
+    asked, answer = {"role": "user", "content": "hello"}, {"role": "assistant", "content": "so " * 2000}
+    path = write_lines(tmp_path / "d.jsonl", [{"messages": [asked, answer]}] * 3)
+    monkeypatch.setattr(sys, "argv", ["data.py", str(path)])
+    assert data.main() == 0
+    tiny = train.TINY
+    c = train.resolve(train.parse_flags(["--data", str(path)]), TargetConfig.from_folder(tiny), 1, 1)
+    report = data.load_corpus(
+        [path], data.load_tokenizer(tiny), c.max_length, tmp_path / "cache", None
+    ).report
+    told = capsys.readouterr().out
+    assert told.startswith(f"{report}; max_length {c.max_length}; ") and "3 cut to max_length" in told
