@@ -745,10 +745,13 @@ def test_decoding_at_an_evaluation_gives_its_tau(run, launcher, small, tmp_path)
         assert f"| tau {m['eval_tau']:.2f} | decoded {m['decode_tau']:.2f} |" in done.text
 
 
-def test_where_ranks_are_of_one_side_decoding_is_told_of_once(run, launcher, small, tmp_path):
-    flags = ["--init-draft", run, "--steps", 1, "--eval-decode", 2]
+def test_what_a_run_begins_with_is_told_once(run, launcher, small, tmp_path):
+    """The checkpoint it starts from; ranks of one side do not decode; more anchors than a batch has places."""
+    flags = ["--init-draft", run, "--steps", 1, "--eval-decode", 2, "--anchors", 264]
     done = launcher.run(2, tmp_path / "run", *without(small, "--draft-layers"), *flags).good()
+    assert done.text.count(f"starts from {run}/step-") == 1
     assert done.text.count("--eval-decode: no rank has both models") == 1
+    assert done.text.count("--anchors: 264 are computed, a batch of 256 tokens has no place") == 1
     assert not any("decode_tau" in m for m in done.records())
 
 
