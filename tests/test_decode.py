@@ -746,7 +746,7 @@ def test_decoding_at_an_evaluation_gives_its_tau(run, launcher, small, tmp_path)
 
 
 def test_what_a_run_begins_with_is_told_once(run, launcher, small, tmp_path):
-    """The checkpoint it starts from; ranks of one side do not decode; more anchors than a batch has places."""
+    """The checkpoint it starts from; ranks of one side do not decode; anchors without a place."""
     flags = ["--init-draft", run, "--steps", 1, "--eval-decode", 2, "--anchors", 264]
     done = launcher.run(2, tmp_path / "run", *without(small, "--draft-layers"), *flags).good()
     assert done.text.count(f"starts from {run}/step-") == 1
