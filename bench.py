@@ -91,6 +91,7 @@ class RandomBatches:
             "eval_batches": 1,
             "mask_token": 4 if c.mask_token_id < 0 else c.mask_token_id,
             "sources": ["random"],
+            "data": (),
             "about": "random tokens",
             "notes": [],
         }

@@ -680,6 +680,8 @@ def check_drafter(c: DrafterConfig, t: TargetConfig) -> None:
         values = fields[name]
         if not isinstance(values, tuple) or not all(type(v) is int and least <= v <= most for v in values):
             raise ValueError(f"{name} {short(repr(values), 60)} are not numbers from {least} to {most}")
+    if len(set(c.ids)) < len(c.ids):
+        raise ValueError(f"tapped layers {list(c.ids)}: one of them twice")
     if not c.ids or len(c.windows) not in (0, c.layers):
         raise ValueError(
             f"{len(c.ids)} tapped layers and {len(c.windows)} windows do not fit {c.layers} layers"

@@ -187,8 +187,7 @@ def largest_token_budget(
 
 def largest_anchor_chunk(c, t: TargetConfig, role: str, ranks: int, have: int, size: int = 2) -> int:
     def fits(chunk: int) -> bool:
-        anchors = -(-c.anchors // chunk) * chunk  # as train.py rounds them up
-        changed = dataclasses.replace(c, anchor_chunk=chunk, anchors=anchors)
+        changed = dataclasses.replace(c, anchor_chunk=chunk)
         return estimate(changed, t, role, ranks, size).peak <= have
 
     step = min(16, c.anchors)

@@ -588,7 +588,7 @@ class Target(nn.Module):
     ) -> Tensor:
         """Outputs of the tapped layers side by side, [T, K*H]; stops after the last of them.
 
-        cu_seqlens int32 [documents+1] must not run past the last real token; rows after it are zeros.
+        cu_seqlens int32 [documents+1] must not run past the last real token; rows after it mean nothing.
         longest: an upper bound of the documents' lengths. Writes into `out_TKH` where given.
         """
         if out_TKH is None:

@@ -200,6 +200,7 @@ class Batches:
             "batches": self.plan.batches,
             "eval_batches": self.eval_plan.batches,
             "mask_token": data.choose_mask_token(tokenizer, t.vocab, self.corpus, mask_token),
+            "data": (self.corpus.folder.name, self.held_out.folder.name),  # keys of their content
             "sources": self.held_out.source_names,
             "about": f"{self.corpus.report}; batches {100 * self.plan.fill:.1f}% full",
             "notes": [note for note in (self.plan.note, few if len(eval_docs) < 20 else "") if note],
@@ -249,6 +250,9 @@ class Job:
         ending.on_forced_end = self.end_by_force
         facts = world.gather(self.batches.facts if self.batches else None)
         self.facts = next(f for f in facts if f)
+        if any(f["data"] != self.facts["data"] for f in facts if f):
+            raise UserError("--data: the nodes hold different data or tokenizers: copy them anew")
+        c.mask_token_id = self.facts["mask_token"]  # a resumed run keeps it, whatever its data
         self.notes = list(self.facts["notes"])
         if c.eval_decode and not c.decodes:
             where = f"--target {c.folder} --draft {run}"
@@ -256,8 +260,9 @@ class Job:
                 f"--eval-decode: no rank has both models; beside the run: python decode.py {where}"
             )
         if c.anchors > c.token_budget:
-            most = f"a batch of {c.token_budget} tokens has no place for more than that"
-            self.notes.append(f"--anchors: {c.anchors} are computed, {most}")
+            self.notes.append(
+                f"--anchors {c.anchors}: a batch of {c.token_budget} tokens has no place for more"
+            )
         self.drafter_config = c.drafter(t, self.facts["mask_token"])
         if c.init_draft and len(set(map(str, world.gather(self.drafter_config)))) > 1:
             raise UserError(f"--init-draft {c.init_draft}: the nodes hold different drafters: copy it anew")
@@ -547,6 +552,7 @@ def to_blocks(job: Job, batch: data.Batch, anchors_A: Tensor) -> Iterator[Blocks
     """The batch's anchors a chunk at a time, as blocks on the device."""
     row = [job.put(t) for t in (batch.tokens_T, batch.positions_T, batch.doc_T, batch.mask_T)]
     c = job.c
+    anchors_A = nn.functional.pad(anchors_A, (0, -len(anchors_A) % c.anchor_chunk), value=-1)
     for chunk in job.put(anchors_A).split(c.anchor_chunk):
         yield model.make_blocks(*row, chunk, c.block_size, c.gamma, job.facts["mask_token"])
 
@@ -741,9 +747,10 @@ class Pulse:
         return event
 
     def end_step(self, step: int, known: dict[str, float], computed: Tensor | None = None) -> None:
-        job, ended = self.job, self.mark()
+        job = self.job
         if computed is not None and computed.is_cuda:
             computed = computed.to("cpu", non_blocking=True)
+        ended = self.mark()  # behind that copy: `post` waits for this before it reads
         known = known | device_in_use(job) | {"stop": job.ending.asked.is_set()}
         self.unposted.append((step, known, computed, self.begun, ended, self.cut()))
         self.begun = ended
@@ -950,6 +957,8 @@ def parse_flags(argv: list[str] | None = None, restarted: str = "") -> Config:
             saved |= {"drafters": 0, "layout": ""}  # other targets: likewise
         elif given.get("layout") not in (None, saved.get("layout")):
             saved["drafters"] = 0  # those of the other layout
+        if "epochs" in given and "steps" not in given:
+            saved["steps"] = 0  # which would go before it
         known = {f.name for f in dataclasses.fields(Config)}
         saved = {k: v for k, v in saved.items() if k in known} | {"out": str(run)}
         check_values(saved, f"{run}/config.json: {{}}: start the run anew")
@@ -996,7 +1005,9 @@ def resolve(c: Config, t: TargetConfig, world_size: int, nodes: int) -> Config:
     c.max_length = c.max_length or min(4096, t.max_position, c.token_budget)
     c.anchors = c.anchors or max(1, c.token_budget // 4)
     c.anchor_chunk = min(c.anchor_chunk or 2048, c.anchors)
-    c.anchors = -(-c.anchors // c.anchor_chunk) * c.anchor_chunk
+    if (chunks := -(-c.anchors // c.anchor_chunk)) > 1:  # equal ones, up to what 8-bit products need
+        equal = -(-c.anchors // (chunks * fp8.MULTIPLE)) * fp8.MULTIPLE
+        c.anchor_chunk = min(c.anchor_chunk, equal)
     if c.optimizer == "muon":
         c.lr = c.lr or (2e-2 if tiny else 4e-3)
     c.lr = c.lr or (3e-3 if tiny else 6e-4)
@@ -1025,8 +1036,11 @@ def check_flags(c: Config, t: TargetConfig) -> None:
         if (value := getattr(c, name)) not in (getattr(Config, name), *choices):
             flag = f"--{name.replace('_', '-')} {data.short(value, 40)}"
             raise ValueError(f"{flag}: give {' or '.join(choices)}")
-    if c.gamma < 1e-3:
-        raise ValueError(f"--gamma {c.gamma:g}: the weights vanish: give at least 0.001")
+    least = math.ceil((c.block_size - 2) / 0.85) / 100  # of which exp(-(B - 2) / gamma) is not 0 in fp32
+    if c.gamma < least:
+        raise ValueError(
+            f"--gamma {c.gamma:g}: the last slots of a block weigh nothing: give at least {least}"
+        )
     if c.mask_token_id < -1:
         raise ValueError(f"--mask-token-id {c.mask_token_id}: give a token id, or leave it out")
     for name, most in AT_MOST.items():
@@ -1290,6 +1304,8 @@ def check_goes_on(c: Config, place: Path) -> None:
     state = checkpoint.read_state(place)
     was = {"optimizer": "adamw", "variant": "dflash"} | state.get("config", {})  # older ones know no other
     was["batches_per_step"] = state["next_batch"] // max(1, state["step"])
+    if 0 < c.steps < state["step"]:
+        raise ValueError(f"--steps {c.steps}: {place} has done {state['step']}: give at least that")
     for name in ("batches_per_step", "optimizer", "variant", "draft_layers", "taps"):
         if was.get(name, getattr(c, name)) != getattr(c, name):
             flag, has = f"--{name.replace('_', '-')} {getattr(c, name)}", data.short(str(was[name]), 40)
@@ -1298,7 +1314,8 @@ def check_goes_on(c: Config, place: Path) -> None:
 
 def changed_flags(c: Config, place: Path) -> list[str]:
     """What a resumed run does otherwise than before, of the flags that change its arithmetic."""
-    was = checkpoint.read_state(place).get("config", {})
+    state = checkpoint.read_state(place)
+    was = state.get("config", {}) | {"mask_token_id": state["drafter"]["mask_token"]}
     names = "target data eval_data token_budget max_batch_size max_length block_size anchors mask_token_id "
     names += "gamma loss_weights lr warmup_ratio clip steps epochs seed fp8"
     pairs = [(name, getattr(c, name), was.get(name, getattr(c, name))) for name in names.split()]
@@ -1469,7 +1486,10 @@ def banner(job: Job) -> Iterator[str]:
 
 def train(job: Job) -> None:
     world, folder = job.world, job.folder
-    if job.place and checkpoint.read_state(job.place)["step"] >= job.total_steps:
+    done = checkpoint.read_state(job.place)["step"] if job.place else 0
+    if done > job.total_steps:
+        raise UserError(f"{job.total_steps} steps in all: {job.place} has done {done}: give more --epochs")
+    if job.place and done == job.total_steps:
         if folder:  # as it is: a resume would note another world size and layout
             folder.write_status("finished", step=job.total_steps)
             print(f"{job.run} has its {job.total_steps} steps: nothing to do; --steps N: N steps in all")

@@ -390,6 +390,7 @@ class WorstCase:
             "eval_batches": c.drafters,
             "mask_token": 4 if c.mask_token_id < 0 else c.mask_token_id,
             "sources": ["worst case"],
+            "data": (),
             "about": "the worst batches there can be",
             "notes": [],
         }

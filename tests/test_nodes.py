@@ -157,6 +157,20 @@ def test_two_nodes_train_as_one_and_each_leader_compiles_once(launcher, small, t
             assert (misses > 0) == ("leader" in line) == (rank in (0, 2)) and (hits > 0) == (rank in (1, 3))
 
 
+OTHER_DATA = """
+import os, sys
+os.environ |= {'LOCAL_WORLD_SIZE': '1', 'LOCAL_RANK': '0'}
+if RANK == 1:
+    sys.argv[sys.argv.index('--eval-data') + 1] = sys.argv[sys.argv.index('--data') + 1]
+"""
+
+
+def test_nodes_with_different_data_do_not_begin(launcher, small, tmp_path):
+    ended = launcher.run(2, tmp_path / "run", *small, "--layout", "colocate", "--steps", 1, plant=OTHER_DATA)
+    assert ended.codes == [2, 2] and "Traceback" not in ended.text
+    assert ended.text.count("train.py: --data: the nodes hold different data or tokenizers") == 1
+
+
 def test_the_death_of_a_node_ends_the_other(nodes, launcher, small, tmp_path, dead=0):
     """Of the one that keeps the rendezvous and writes; the test below has the other one."""
     flags = "--drafters 2 --batches-per-step 2 --save-every 3 --eval-every 5000".split()

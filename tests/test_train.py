@@ -74,6 +74,7 @@ SPLITS = {
     "2 nodes of 1+1": (4, ("--drafters", 2)),
     "chunks of 16": (2, ("--anchor-chunk", 16)),
     "chunks of 8": (2, ("--layout", "colocate", "--anchor-chunk", 8)),
+    "chunks of 12": (2, ("--layout", "colocate", "--anchor-chunk", 12)),  # of 32: the last one is padded
 }
 
 
@@ -181,6 +182,19 @@ def test_a_finished_run_is_left_as_it_is(launcher, runs, tmp_path):
     changed = {n for n in before if before[n] != after[n]}
     assert changed <= {".lock", "status.json"}
     assert before["status.json"][1] == after["status.json"][1]
+    fewer = launcher.run(1, None, "--resume", run, "--steps", 3)
+    assert fewer.codes == [2] and fewer.err[0].count("\n") == 1
+    assert f"--steps 3: {run}/step-000008 has done 8" in fewer.text
+    assert [contents(run)[n][1] for n in after] == [data for _, data in after.values()]
+
+
+def test_a_resume_for_more_epochs_is_not_ended_by_the_steps_before(runs):
+    run = str(runs("3+1").folder)
+    assert train.parse_flags(["--resume", run]).steps == STEPS
+    c = train.parse_flags(["--resume", run, "--epochs", "9"])
+    assert (c.steps, c.epochs) == (0, 9)
+    c = train.parse_flags(["--resume", run, "--epochs", "9", "--steps", "20"])
+    assert (c.steps, c.epochs) == (20, 9)
 
 
 def test_a_resume_says_what_it_changes(runs):
@@ -251,6 +265,7 @@ def test_what_a_run_leaves_in_its_folder(first_run):
     assert json.loads((run / "status.json").read_text()) == {"state": "finished", "step": 6}
     config = json.loads((run / "config.json").read_text())
     assert config["layout"] == "colocate" and config["batches_per_step"] == 2 and config["keep"] == 2
+    assert config["mask_token_id"] == 4  # a resume keeps it, whatever its data have
     assert (run / "train.log").read_text() == said
     assert "note: only 8 held-out document(s)" in said
     for place in kept:
@@ -334,6 +349,19 @@ def test_the_console_mirrors_the_metrics(first_run):
         r"\| \d+ ms \| \d+\.\d Ktok/s \| wait t \d+% d \d+% \| \d+\.\d/\d+ GiB \| eta \d+[smh]"
     )
     assert all(re.fullmatch(form, line) for line in lines[:5]), lines
+
+
+def test_the_numbers_of_a_step_are_copied_before_the_mark_that_is_waited_for():
+    """On a GPU the copy is asynchronous: only a mark behind it says that they have come."""
+    done, pulse = [], train.Pulse.__new__(train.Pulse)
+    never = {"saves": lambda _: False, "evaluates": lambda _: False}
+    ending = SimpleNamespace(asked=SimpleNamespace(is_set=lambda: False))
+    pulse.job = SimpleNamespace(**never, last_step=9, folder=None, ending=ending, device=torch.device("cpu"))
+    pulse.unposted, pulse.begun = [], None
+    pulse.mark, pulse.cut, pulse.decide = lambda: done.append("mark"), dict, lambda _: None
+    computed = SimpleNamespace(is_cuda=True, to=lambda *_, **__: done.append("copy"))
+    pulse.end_step(1, {}, computed)
+    assert done == ["copy", "mark"]
 
 
 def test_an_evaluation_of_many_sources_is_broken_into_lines(monkeypatch):
@@ -611,6 +639,7 @@ BAD_FLAGS = {
     "--steps -1": "--steps",
     "--steps 0": "leave it out",
     "--gamma 0": "leave it out",
+    "--gamma 0.07": "give at least 0.08",
     "--eval-every 0": "leave it out",
     "--drafters 0": "leave it out",
     "--keep -1": "--keep",
