@@ -1005,9 +1005,6 @@ def resolve(c: Config, t: TargetConfig, world_size: int, nodes: int) -> Config:
     c.max_length = c.max_length or min(4096, t.max_position, c.token_budget)
     c.anchors = c.anchors or max(1, c.token_budget // 4)
     c.anchor_chunk = min(c.anchor_chunk or 2048, c.anchors)
-    if (chunks := -(-c.anchors // c.anchor_chunk)) > 1:  # equal ones, up to what 8-bit products need
-        equal = -(-c.anchors // (chunks * fp8.MULTIPLE)) * fp8.MULTIPLE
-        c.anchor_chunk = min(c.anchor_chunk, equal)
     if c.optimizer == "muon":
         c.lr = c.lr or (2e-2 if tiny else 4e-3)
     c.lr = c.lr or (3e-3 if tiny else 6e-4)
