@@ -597,11 +597,11 @@ def test_bad_flags_are_one_line(said, tmp_path, monkeypatch, capsys):
 BAD_LINES = {
     "not JSON": b"{",
     "not UTF-8": b'{"prompt": "\xff"}',
-    "a JSON list": b"[]",
+    "a list": b"[]",
     "no messages, prompt or text": b"{}",
     "unknown role": b'{"messages": [{"role": "x", "content": ""}]}',
     "the conversation is empty": b'{"messages": []}',
-    "prompt is int": b'{"prompt": 3}',
+    "prompt is a number": b'{"prompt": 3}',
     "nested too deeply": b'{"prompt": "a", "x": ' + b"[" * 10**5 + b"]" * 10**5 + b"}",
     "empty prompt": b'{"prompt": " \\n"}',
     "empty text": b'{"text": ""}',
@@ -626,7 +626,7 @@ def test_bad_lines_are_named(said, tmp_path, capsys):
     first, second = err.splitlines()
     assert f"{prompts}:2: " in first and said in first
     assert first.endswith(": correct or remove this line, and 1 more:")
-    assert second == f"    {prompts}:3: a JSON list, not an object"
+    assert second == f"    {prompts}:3: a list, not an object"
 
 
 @pytest.mark.parametrize("bad", [1, 9, 10, 11, 30])
@@ -651,7 +651,7 @@ def test_lines_are_counted_as_in_training(tmp_path):
     """A lone carriage return ends no line."""
     prompts = tmp_path / "asked.jsonl"
     prompts.write_bytes(b'{"prompt":\r"a"}\r\n\r\n[]\r\n')
-    with pytest.raises(ValueError, match=r"asked\.jsonl:3: a JSON list, not an object: .* this line$"):
+    with pytest.raises(ValueError, match=r"asked\.jsonl:3: a list, not an object: .* this line$"):
         generate.read_items([str(prompts)], True, False)
 
 
