@@ -640,7 +640,7 @@ def test_ten_bad_lines_are_listed_and_the_others_counted(bad, tmp_path, capsys):
         generate.read_items([str(f) for f in files], True, False)
     told = str(error.value).splitlines()
     assert told[0].endswith(f"this line, and {bad - 1} more:" if bad > 1 else "this line")
-    listed = [line.strip() for line in told if "JSON list" in line]
+    listed = [line.strip() for line in told if "a list" in line]
     assert [line[: len(p) + 1] for line, p in zip(listed, places, strict=False)] == [
         f"{p}:" for p in places[:10]
     ]
