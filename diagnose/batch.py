@@ -792,7 +792,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         try:
             Run.configure(args.flags)
         except ValueError as error:
-            parser.exit(2, f"{parser.prog}: {error}\n")
+            parser.refuse(error)
     args.quiet = False
     return args
 

@@ -581,7 +581,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
         try:
             train.parse_flags(args.flags)
         except ValueError as error:
-            parser.exit(2, f"{parser.prog}: {error}\n")
+            parser.refuse(error)
     return args
 
 

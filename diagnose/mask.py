@@ -463,7 +463,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     try:
         args.case = choose_case(args, flags)
     except ValueError as error:
-        parser.exit(2, f"{parser.prog}: {error}\n")
+        parser.refuse(error)
     return args
 
 

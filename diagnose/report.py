@@ -79,14 +79,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 class Parser(argparse.ArgumentParser):
-    """The flags of a script; a wrong one is one line and exit 2, without argparse's usage before it."""
+    """The flags of a script; a wrong one is one line and exit 2, without argparse's usage before it.
+
+    Not data.py's, which needs numpy: `env` must run where that is missing.
+    """
 
     def __init__(self, prog: str, doc: str | None):
         form = argparse.RawDescriptionHelpFormatter
         super().__init__(prog=prog, description=doc, formatter_class=form, allow_abbrev=False)
 
     def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: {' '.join(message.split())}: see python -m {self.prog} --help\n")
+        self.refuse(f"{message}: see python -m {self.prog} --help")
+
+    def refuse(self, message: object) -> NoReturn:
+        """For a mistake that --help would not clear up."""
+        self.exit(2, f"{self.prog}: {' '.join(str(message).split())}\n")
 
 
 def parse_args(prog: str, doc: str | None, argv: list[str] | None = None) -> argparse.Namespace:
