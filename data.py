@@ -45,6 +45,8 @@ import numpy as np
 if TYPE_CHECKING:
     import torch  # imported where it is used: worker processes run this file too and must start fast
 
+TINY = Path(__file__).parent / "assets" / "tiny"  # the built-in target
+LENGTH = 4096  # tokens of a document at most, where no flag says otherwise
 FORMAT = 1  # part of every cache key: raise it when the same input would give other tokens or masks
 MAX_LINE_BYTES = 8 << 20  # a longer line is a bad line: it must not fill the memory
 CHUNK_BYTES = 1 << 20  # what one worker gets at a time
@@ -1718,16 +1720,16 @@ def main() -> int:
 
 
 def default_length(folder: Path) -> int:
-    """Tokens of a document at which train.py cuts by itself: 4,096, or what the target takes."""
+    """Tokens of a document at which train.py cuts by itself: LENGTH, or what the target takes."""
     config = read_json(folder / "config.json") or {}
     text = config.get("text_config")
     most = (config | text if isinstance(text, dict) else config).get("max_position_embeddings")
-    return min(4096, most) if type(most) is int and most > 0 else 4096
+    return min(LENGTH, most) if type(most) is int and most > 0 else LENGTH
 
 
 def check(args: argparse.Namespace) -> int:
     """Print every bad line, their number in each file, what is in the data; the exit code."""
-    folder = Path(args.target) if args.target else Path(__file__).resolve().parent / "assets" / "tiny"
+    folder = Path(args.target or TINY)
     tokenizer, unusable, start = load_tokenizer(folder), None, time.monotonic()
     length = args.max_length or default_length(folder)
     with tempfile.TemporaryDirectory() as temporary:

@@ -37,7 +37,7 @@ import data
 import model
 from model import Drafter, DrafterLayer, RMSNorm, Target, TargetLayer
 
-TINY = Path(__file__).parent / "assets" / "tiny"
+TINY = data.TINY
 CHUNK = 128  # prompt tokens of one prefill graph
 STRIDE = 64  # capacities and, without graphs, the cache rows attended to are multiples of this
 LEAST_TEMPERATURE = 1e-6  # below, logits divided by it overflow to no distribution at all
