@@ -67,7 +67,7 @@ import stream
 from model import Blocks, Drafter, DrafterConfig, TargetConfig
 from world import Control, Ending, UserError, World, launcher_store, refuse
 
-TINY = Path(__file__).parent / "assets" / "tiny"
+TINY = data.TINY
 USER_CACHE = compile_utils.default_root()
 SUMS = ("loss", "weight", "right", "slots", "prefix", "blocks")  # over the blocks of a step
 COMPUTED = (*SUMS, "grad_norm", "skipped")
@@ -269,7 +269,13 @@ class Job:
         self.total_steps = c.steps or c.epochs * steps_per_epoch(c, self.facts["batches"])
         self.eval_every = c.eval_every or -(-self.total_steps // (10 if c.target else 5))
         self.save_every = c.save_every or -(-self.total_steps // 4)
-        self.first_step, self.last_step = 0, self.total_steps  # last_step shrinks when a stop is asked for
+        self.first_step = world.together(
+            lambda: checkpoint.read_state(place)["step"] if place else 0, "resume"
+        )
+        if self.first_step > self.total_steps:
+            flag = f"--steps {c.steps}" if c.steps else f"--epochs {c.epochs}, {self.total_steps} steps"
+            raise UserError(f"{flag}: {place} has done {self.first_step}: give at least that many")
+        self.last_step = self.total_steps  # shrinks when a stop is asked for
         self.hurried = False  # saved at once after a signal
         self.shapes = message_shapes(c, self.drafter_config, self.dtype)
         # The targets are ahead of the drafters; ranks that do both are not, and can stop at once.
@@ -549,10 +555,11 @@ def rehearse(job: Job, replica: nn.Module, features_TKH: Tensor) -> None:
 
 
 def to_blocks(job: Job, batch: data.Batch, anchors_A: Tensor) -> Iterator[Blocks]:
-    """The batch's anchors a chunk at a time, as blocks on the device."""
+    """The batch's anchors a chunk at a time, as blocks on the device; at least one chunk, the last padded."""
     row = [job.put(t) for t in (batch.tokens_T, batch.positions_T, batch.doc_T, batch.mask_T)]
     c = job.c
-    anchors_A = nn.functional.pad(anchors_A, (0, -len(anchors_A) % c.anchor_chunk), value=-1)
+    whole = max(1, -(-len(anchors_A) // c.anchor_chunk)) * c.anchor_chunk
+    anchors_A = nn.functional.pad(anchors_A, (0, whole - len(anchors_A)), value=-1)
     for chunk in job.put(anchors_A).split(c.anchor_chunk):
         yield model.make_blocks(*row, chunk, c.block_size, c.gamma, job.facts["mask_token"])
 
@@ -664,15 +671,15 @@ def evaluate_batch(job: Job, batch: data.Batch, features_TKH: Tensor) -> tuple[T
     """
     c, totals, by_slot = job.c, torch.zeros(6, device=job.device), 0
     kv = job.drafter.context_keys_values(features_TKH, job.put(batch.positions_T))
-    anchors_A, prefixes = every_anchor(batch, c.anchor_chunk), []
+    anchors_A, prefixes = every_anchor(batch), []
     for blocks in to_blocks(job, batch, anchors_A):
         loss, predicted = job.drafter(kv, blocks)
         right, supervised, prefix = found = outcomes(predicted, blocks)
         totals += measure(loss, found, blocks)
         by_slot = by_slot + torch.stack([right.sum(0), supervised.sum(0)])
         prefixes.append(prefix)
-    prefix_T, real = torch.zeros(c.token_budget, dtype=torch.int64), anchors_A >= 0
-    prefix_T[anchors_A[real]] = torch.cat(prefixes).cpu()[real]
+    prefix_T = torch.zeros(c.token_budget, dtype=torch.int64)
+    prefix_T[anchors_A] = torch.cat(prefixes).cpu()[: len(anchors_A)]
     walked = torch.zeros(2, len(job.facts["sources"]))
     for document, tokens, drafted in model.walk_answers(prefix_T, batch.mask_T, batch.doc_T):
         walked[:, batch.source_D[document]] += torch.tensor([tokens, drafted])
@@ -690,12 +697,9 @@ def decode_held_out(job: Job) -> float:
     return tokens / max(blocks, 1)
 
 
-def every_anchor(batch: data.Batch, chunk: int) -> Tensor:
-    """Packed indices of all valid anchors, padded with -1 to whole chunks."""
-    where = np.flatnonzero(data.valid_anchors(batch.mask_T.numpy(), batch.doc_T.numpy()))
-    anchors = np.full(max(1, -(-len(where) // chunk)) * chunk, -1, np.int64)
-    anchors[: len(where)] = where
-    return torch.from_numpy(anchors)
+def every_anchor(batch: data.Batch) -> Tensor:
+    """Packed indices of all valid anchors."""
+    return torch.from_numpy(np.flatnonzero(data.valid_anchors(batch.mask_T.numpy(), batch.doc_T.numpy())))
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -1002,7 +1006,7 @@ def resolve(c: Config, t: TargetConfig, world_size: int, nodes: int) -> Config:
     c.draft_layers = c.draft_layers or (2 if tiny else 5)
     c.taps = c.taps or len(model.tap_layers(t.layers, 5))
     c.gamma = c.gamma or model.default_gamma(c.block_size)
-    c.max_length = c.max_length or min(4096, t.max_position, c.token_budget)
+    c.max_length = c.max_length or min(data.LENGTH, t.max_position, c.token_budget)
     c.anchors = c.anchors or max(1, c.token_budget // 4)
     c.anchor_chunk = min(c.anchor_chunk or 2048, c.anchors)
     if c.optimizer == "muon":
@@ -1301,8 +1305,6 @@ def check_goes_on(c: Config, place: Path) -> None:
     state = checkpoint.read_state(place)
     was = {"optimizer": "adamw", "variant": "dflash"} | state.get("config", {})  # older ones know no other
     was["batches_per_step"] = state["next_batch"] // max(1, state["step"])
-    if 0 < c.steps < state["step"]:
-        raise ValueError(f"--steps {c.steps}: {place} has done {state['step']}: give at least that")
     for name in ("batches_per_step", "optimizer", "variant", "draft_layers", "taps"):
         if was.get(name, getattr(c, name)) != getattr(c, name):
             flag, has = f"--{name.replace('_', '-')} {getattr(c, name)}", data.short(str(was[name]), 40)
@@ -1373,13 +1375,8 @@ def start(job: Job) -> None:
     stream.connect(world)
     gate(job)
     if job.place:
-
-        def restore() -> dict:
-            if world.drafts:
-                return checkpoint.load(job.place, job.drafter, job.optimizer)
-            return checkpoint.read_state(job.place)
-
-        job.first_step = world.together(restore, "resume")["step"]
+        restore = lambda: checkpoint.load(job.place, job.drafter, job.optimizer)  # noqa: E731
+        world.together(restore if world.drafts else lambda: None, "resume")
     if folder:
         for line in folder.open_metrics(job.first_step):
             folder.say(line)
@@ -1483,10 +1480,7 @@ def banner(job: Job) -> Iterator[str]:
 
 def train(job: Job) -> None:
     world, folder = job.world, job.folder
-    done = checkpoint.read_state(job.place)["step"] if job.place else 0
-    if done > job.total_steps:
-        raise UserError(f"{job.total_steps} steps in all: {job.place} has done {done}: give more --epochs")
-    if job.place and done == job.total_steps:
+    if job.first_step == job.total_steps:
         if folder:  # as it is: a resume would note another world size and layout
             folder.write_status("finished", step=job.total_steps)
             print(f"{job.run} has its {job.total_steps} steps: nothing to do; --steps N: N steps in all")

@@ -182,10 +182,11 @@ def test_a_finished_run_is_left_as_it_is(launcher, runs, tmp_path):
     changed = {n for n in before if before[n] != after[n]}
     assert changed <= {".lock", "status.json"}
     assert before["status.json"][1] == after["status.json"][1]
-    fewer = launcher.run(1, None, "--resume", run, "--steps", 3)
-    assert fewer.codes == [2] and fewer.err[0].count("\n") == 1
-    assert f"--steps 3: {run}/step-000008 has done 8" in fewer.text
-    assert [contents(run)[n][1] for n in after] == [data for _, data in after.values()]
+    for flag, number, told in (("--steps", 3, "--steps 3: "), ("--epochs", 1, "--epochs 1, 4 steps: ")):
+        fewer = launcher.run(1, None, "--resume", run, flag, number)
+        assert fewer.codes == [2] and fewer.err[0].count("\n") == 1
+        assert f"{told}{run}/step-000008 has done 8" in fewer.text
+        assert [contents(run)[n][1] for n in after] == [data for _, data in after.values()]
 
 
 def test_a_resume_for_more_epochs_is_not_ended_by_the_steps_before(runs):
